@@ -1,0 +1,82 @@
+"""Numbers that stay right at the edges: log-sums in two parts, safe quotients, unit rows at any scale.
+
+Masks are boolean and applied twice, before and after the unsafe operation: a ``jnp.where`` after it hides a bad value,
+only the one before it keeps the bad value's derivative from turning a gradient into NaN.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """Dtype in which logits, sums and losses are computed: float32, or float64 if any of the arrays is."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+class LogSum(NamedTuple):
+    """Logarithm of a sum of exponentials, kept in two parts that must not be added too early.
+
+    With scores ``s`` and temperature ``T`` it stands for ``log(sum(exp(s / T))) = maximum / T + log_sum``. At low
+    temperature the first part is so large (1e8 against ln 3) that adding the second loses it. So take differences of
+    scores first, which are exact where they are close, then divide by ``T``, then add ``log_sum``.
+
+    Attributes:
+        maximum: Largest score in the sum, shape ``[n]``, a constant for differentiation; 0 for an empty sum.
+        log_sum: ``log(sum(exp((s - maximum) / T)))``, shape ``[n]``, at least 0; ``-inf`` for an empty sum.
+    """
+
+    maximum: jax.Array
+    log_sum: jax.Array
+
+
+def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -> LogSum:
+    """Log-sum of ``scores / temperature`` along the last axis, over the entries where ``mask`` is True.
+
+    A score of ``-inf`` adds nothing; NaN and ``+inf`` make the result NaN. The derivative is the softmax, of every
+    order, and exactly 0 where ``mask`` is False, whatever stands there.
+
+    Args:
+        scores: Shape ``[n, m]``.
+        mask: Boolean, shape ``[n, m]``.
+        temperature: Shape ``[n]``.
+    """
+    maximum = lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf, where=mask))
+    some = maximum != -jnp.inf  # Not `>`, which NaN would fail.
+    maximum = jnp.where(some, maximum, 0)
+    shifted = jnp.where(mask, scores - maximum[:, None], 0) / temperature[:, None]
+    total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
+    return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+def divide_or_zero(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """``numerator / denominator``, and 0 with gradient 0 where the denominator is 0."""
+    some = denominator != 0
+    return jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
+
+
+def divide_or_nan(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """``numerator / denominator``, and NaN where the denominator is 0: the mean over nothing."""
+    return jnp.where(denominator != 0, divide_or_zero(numerator, denominator), jnp.nan)
+
+
+def power_of_two_scale(x: jax.Array) -> jax.Array:
+    """Power of two that brings the largest absolute value of each row near 1, shape ``[..., 1]``; 1 for a zero row.
+
+    Multiplying by it is exact, so squares neither overflow nor underflow and the row keeps its direction to the last
+    bit. A constant for differentiation.
+    """
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+    exponent = jnp.frexp(lax.stop_gradient(largest))[1]
+    limit = -np.finfo(x.dtype).minexp  # 2**limit and 2**-limit are both normal numbers, which no backend flushes to 0.
+    return jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -limit, limit))
+
+
+def inverse_norm(x: jax.Array) -> jax.Array:
+    """``1 / |x|`` of each row, shape ``[..., 1]``; 0 with gradient 0 for a zero row. Rows must be near unit scale."""
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    some = square != 0
+    return jnp.where(some, 1 / jnp.sqrt(jnp.where(some, square, 1)), 0)
