@@ -19,10 +19,8 @@ Shape = tuple[int, ...]
 
 def array(name: str, x: ArrayLike | Sequence[Any]) -> jax.Array:
     """``x`` as a JAX array, refused if it does not hold numbers or if JAX's dtype cannot hold its integers."""
-    if hasattr(x, "__jax_array__"):  # A parameter of a module, such as flax.nnx.Param.
-        x = x.__jax_array__()
-    if isinstance(x, jax.Array):
-        return x
+    if isinstance(x, jax.Array) or hasattr(x, "__jax_array__"):  # The latter: a parameter of a module, as in flax.nnx.
+        return jnp.asarray(x)
     host = np.asarray(x)
     if host.dtype.kind in "OSUT":
         raise TypeError(
