@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntxent_jax.numerics import LogSum, masked_log_sum
+from ntxent_jax.numerics import LogSum, masked_log_sum, softplus
 from ntxent_jax.pairs import PairMasks
 
 Form = Literal["pair", "all", "negatives", "in"]
@@ -54,7 +54,7 @@ def _one_term(
 ) -> jax.Array:
     own = jnp.sum(jnp.where(positive, scores, 0), axis=-1)
     margin = (negatives.maximum - own) / temperature + negatives.log_sum
-    return margin if form == "negatives" else jax.nn.softplus(margin)
+    return margin if form == "negatives" else softplus(margin)
 
 
 def _several_terms(
@@ -63,12 +63,12 @@ def _several_terms(
     if form in ("pair", "negatives"):
         differences = jnp.where(positive, negatives.maximum[:, None] - scores, 0) / temperature[:, None]
         margins = differences + negatives.log_sum[:, None]
-        return jnp.sum(jnp.where(positive, margins if form == "negatives" else jax.nn.softplus(margins), 0), axis=-1)
+        return jnp.sum(jnp.where(positive, margins if form == "negatives" else softplus(margins), 0), axis=-1)
     # log(sum of all) = P + softplus(N - P), with P the log-sum of the positives.
     positives = masked_log_sum(scores, positive, temperature)
     some = positives.log_sum != -jnp.inf
     log_sum = jnp.where(some, positives.log_sum, 0)
-    rest = jax.nn.softplus((negatives.maximum - positives.maximum) / temperature + negatives.log_sum - log_sum)
+    rest = softplus((negatives.maximum - positives.maximum) / temperature + negatives.log_sum - log_sum)
     count = jnp.sum(positive, axis=-1).astype(scores.dtype)
     if form == "in":
         return jnp.where(some | (count == 0), rest + jnp.log(jnp.maximum(count, 1)), jnp.inf)
