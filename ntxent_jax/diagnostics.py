@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
-from ntxent_jax.contrast import matmul_precision, tile
+from ntxent_jax.contrast import Options, matmul_precision, tile
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import labelled_batch
 from ntxent_jax.numerics import compute_dtype, divide_or_nan
@@ -148,8 +148,7 @@ def batch_statistics(
     batch = labelled_batch(
         embeddings, labels, 1.0, candidates, candidate_labels, candidate_where, ids, candidate_ids, where
     )
-    checks.similarity(similarity)
-    checks.block_size(block_size)
+    checks.options("none", similarity, block_size, None)
     return (_compiled if is_builtin(similarity) else _statistics)(batch, similarity, block_size)
 
 
@@ -181,7 +180,7 @@ def _row_statistics(
     own: Anchors, real: jax.Array, others: Candidates, *, similarity: Similarity
 ) -> dict[str, jax.Array]:
     """Sums over the candidates of each anchor."""
-    scores, (positive, negative), _ = tile(own, others, by_label, similarity)
+    scores, (positive, negative), *_ = tile(own, others, Options(by_label, similarity))
     num_positives, num_negatives = (jnp.sum(mask, axis=1).astype(scores.dtype) for mask in (positive, negative))
     hardest = jnp.max(scores, axis=1, initial=-jnp.inf, where=negative)
     closest = jnp.max(scores, axis=1, initial=-jnp.inf, where=positive)

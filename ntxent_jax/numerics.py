@@ -32,6 +32,10 @@ class LogSum(NamedTuple):
     maximum: jax.Array
     log_sum: jax.Array
 
+    def over(self, scores: jax.Array, temperature: jax.Array) -> jax.Array:
+        """``log(sum(exp(s / T))) - scores / T``, exact where the maximum and the scores are close."""
+        return (self.maximum - scores) / temperature + self.log_sum
+
 
 def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -> LogSum:
     """Log-sum of ``scores / temperature`` along the last axis, over the entries where ``mask`` is True.
@@ -50,6 +54,29 @@ def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -
     shifted = jnp.where(mask, scores - maximum[:, None], 0) / temperature[:, None]
     total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
     return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temperature: jax.Array) -> LogSum:
+    """Log-sums of scores ``[p]`` that belong to segments, with a temperature for each segment ``[n]``.
+
+    As :func:`masked_log_sum`; a segment out of range must be masked.
+    """
+    n, segment = temperature.shape[0], jnp.where(mask, segment, 0)
+    maximum = jax.ops.segment_max(jnp.where(mask, lax.stop_gradient(scores), -jnp.inf), segment, n)
+    some = maximum != -jnp.inf
+    maximum = jnp.where(some, maximum, 0)
+    shifted = jnp.where(mask, scores - maximum[segment], 0) / temperature[segment]
+    total = jax.ops.segment_sum(jnp.where(mask, jnp.exp(shifted), 0), segment, n)
+    return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+def grown_log_sum(a: LogSum, b: LogSum, temperature: jax.Array) -> LogSum:
+    """Log-sum over two disjoint sets of scores. Not for differentiation."""
+    maxima = [jnp.where(part.log_sum != -jnp.inf, part.maximum, -jnp.inf) for part in (a, b)]
+    maximum = jnp.maximum(*maxima)
+    maximum = jnp.where(maximum != -jnp.inf, maximum, 0)
+    logits = [(x - maximum) / temperature + part.log_sum for x, part in zip(maxima, (a, b), strict=True)]
+    return LogSum(maximum, jnp.logaddexp(*logits))
 
 
 @jax.custom_jvp
