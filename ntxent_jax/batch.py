@@ -73,6 +73,16 @@ class Batch(NamedTuple):
     hardness: jax.Array | None = None
     extras: Extras = Extras()
 
+    def turned(self) -> "Batch":
+        """The other direction: candidates choose among anchors."""
+        assert self.candidates is not None and self.candidate_members is not None
+        return self._replace(
+            anchors=self.candidates,
+            members=self.candidate_members,
+            candidates=self.anchors,
+            candidate_members=self.members,
+        )
+
     @property
     def views(self) -> int:
         """Number of anchors for each item."""

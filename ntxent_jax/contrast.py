@@ -10,11 +10,11 @@ from jax import lax
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
 from ntxent_jax.engine import map_rows, rows_per_block, sum_over_rows
-from ntxent_jax.formulas import Form, Terms, Tile, one_term, row_terms
+from ntxent_jax.formulas import Extras, Form, Sums, Terms, Tile, one_term, row_terms
 from ntxent_jax.numerics import divide_or_zero
 from ntxent_jax.pairs import PairMasks, Rule
 from ntxent_jax.similarities import Similarity, compare, compare_own, is_builtin
-from ntxent_jax.two_way import TwoWayTile, sums_both_ways
+from ntxent_jax.two_way import TwoWayTile, both_ways
 
 Reduction = Literal["mean", "anchor_mean", "sum", "none"]
 
@@ -38,7 +38,9 @@ def contrast(batch: Batch, options: Options) -> jax.Array:
 
 
 def contrast_both_ways(batch: Batch, options: Options) -> jax.Array:
-    """The mean of the losses of both directions, each pair having one positive."""
+    """The mean of the losses of both directions, each anchor and each candidate having one positive."""
+    if options.reduction == "none":
+        return (contrast(batch, options) + contrast(batch.turned(), options)) / 2
     return _run(_both_ways, batch, options)
 
 
@@ -77,7 +79,7 @@ def _one_way(batch: Batch, options: Options) -> jax.Array:
 
 def _both_ways(batch: Batch, options: Options) -> jax.Array:
     anchors, candidates = ready(batch, options.similarity)
-    block = rows_per_block(anchors.where.shape[0], candidates.members.label.shape[0], options.block_size)
+    block = rows_per_block(anchors.where.shape[0], anchors.where.shape[0], options.block_size)
 
     def tile_of(own: Anchors, real: jax.Array, others: tuple[Candidates, jax.Array]) -> TwoWayTile:
         result = tile(own, others[0], options)
@@ -85,16 +87,16 @@ def _both_ways(batch: Batch, options: Options) -> jax.Array:
         masks = PairMasks(result.masks.positive & real, result.masks.negative & real)
         return TwoWayTile(result.scores, masks, result.temperature, others[1])
 
+    def finish(rows: Sums, columns: Sums, rest: tuple[jax.Array, jax.Array, jax.Array, Extras]) -> jax.Array:
+        temperature, weights, where, extras = rest
+        one, other = (one_term(way, temperature, "pair", extras, -1 / temperature) for way in (rows, columns))
+        terms = _weighted(Terms((one + other) / 2, where.astype(one.dtype)), weights, where, options.reduction)
+        return jnp.sum(terms.total)
+
+    rest = (anchors.temperature, anchors.weights, anchors.where, candidates.extras)
     with jax.default_matmul_precision(matmul_precision(options.precision, batch.anchors)):
-        ways = sums_both_ways(tile_of, anchors, (candidates, anchors.temperature), block)
-    lowest = -1 / anchors.temperature
-    one, other = (one_term(way, anchors.temperature, "pair", candidates.extras, lowest) for way in ways)
-    number = anchors.where.astype(one.dtype)
-    result = _weighted(Terms((one + other) / 2, number), anchors.weights, anchors.where, options.reduction)
-    if options.reduction == "none":
-        return result.total
-    total = jnp.sum(result.total)
-    return total if options.reduction == "sum" else divide_or_zero(total, jnp.sum(anchors.weights * result.number))
+        total = both_ways(tile_of, finish, anchors, (candidates, anchors.temperature), rest, block)
+    return total if options.reduction == "sum" else divide_or_zero(total, jnp.sum(anchors.weights))
 
 
 def _weighted(terms: Terms, weights: jax.Array, real: jax.Array, reduction: Reduction) -> Terms:

@@ -77,16 +77,16 @@ def _streamed_sum(f: SumFunction) -> SumFunction:
             of_own, of_shared = pull_back(jnp.ones_like(value))
             return [total + g for total, g in zip(gradient, of_shared, strict=True)], (value, rows, of_own)
 
-        start = [jnp.zeros_like(x, dtype=_accumulator(x)) for x in shared_floats]
+        start = [jnp.zeros_like(x, dtype=accumulator(x)) for x in shared_floats]
         of_shared, (values, rows, of_blocks) = lax.scan(visit, start, blocks)
-        gradient = [*of_blocks, *of_shared]
-        tangent = sum(jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradient, moved(primals, tangents), strict=True))
+        tangent = inner_product([*of_blocks, *of_shared], moved(primals, tangents))
         return (jnp.sum(values), rows), (tangent, jax.tree.map(_no_tangent, rows))
 
     return run
 
 
-def _accumulator(x: jax.Array) -> Any:
+def accumulator(x: jax.Array) -> Any:
+    """Dtype in which derivatives are summed over blocks."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -113,6 +113,12 @@ def moved(primals: Tree, tangents: Tree) -> list[jax.Array]:
 
 def _no_tangent(x: jax.Array) -> Any:
     return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def inner_product(x: Tree, y: Tree) -> jax.Array:
+    """Sum of the products of all entries, in the dtype of ``x``."""
+    products = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)), x, y)
+    return jnp.sum(jnp.stack(jax.tree.leaves(products)))
 
 
 def length(tree: Tree) -> int:

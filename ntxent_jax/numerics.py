@@ -40,16 +40,17 @@ class LogSum(NamedTuple):
 def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -> LogSum:
     """Log-sum of ``scores / temperature`` along the last axis, over the entries where ``mask`` is True.
 
-    A score of ``-inf`` adds nothing; NaN and ``+inf`` make the result NaN. The derivative is the softmax, of every
-    order, and exactly 0 where ``mask`` is False, whatever stands there.
+    A score of ``-inf`` adds nothing and has gradient 0; NaN and ``+inf`` make the result NaN. The derivative is the
+    softmax, of every order, and exactly 0 where ``mask`` is False, whatever stands there.
 
     Args:
         scores: Shape ``[n, m]``.
         mask: Boolean, shape ``[n, m]``.
         temperature: Shape ``[n]``.
     """
+    mask = mask & (scores != -jnp.inf)  # Not `>`, which NaN would fail.
     maximum = lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf, where=mask))
-    some = maximum != -jnp.inf  # Not `>`, which NaN would fail.
+    some = maximum != -jnp.inf
     maximum = jnp.where(some, maximum, 0)
     shifted = jnp.where(mask, scores - maximum[:, None], 0) / temperature[:, None]
     total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
@@ -61,6 +62,7 @@ def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temp
 
     As :func:`masked_log_sum`; a segment out of range must be masked.
     """
+    mask = mask & (scores != -jnp.inf)
     n, segment = temperature.shape[0], jnp.where(mask, segment, 0)
     maximum = jax.ops.segment_max(jnp.where(mask, lax.stop_gradient(scores), -jnp.inf), segment, n)
     some = maximum != -jnp.inf
@@ -71,12 +73,13 @@ def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temp
 
 
 def grown_log_sum(a: LogSum, b: LogSum, temperature: jax.Array) -> LogSum:
-    """Log-sum over two disjoint sets of scores. Not for differentiation."""
-    maxima = [jnp.where(part.log_sum != -jnp.inf, part.maximum, -jnp.inf) for part in (a, b)]
-    maximum = jnp.maximum(*maxima)
-    maximum = jnp.where(maximum != -jnp.inf, maximum, 0)
-    logits = [(x - maximum) / temperature + part.log_sum for x, part in zip(maxima, (a, b), strict=True)]
-    return LogSum(maximum, jnp.logaddexp(*logits))
+    """Log-sum over two disjoint sets of scores."""
+    maximum = jnp.maximum(*(jnp.where(part.log_sum != -jnp.inf, part.maximum, -jnp.inf) for part in (a, b)))
+    some = maximum != -jnp.inf
+    maximum = jnp.where(some, maximum, 0)
+    shifted = [jnp.where(part.log_sum != -jnp.inf, part.maximum - maximum, 0) for part in (a, b)]
+    logits = [x / temperature + part.log_sum for x, part in zip(shifted, (a, b), strict=True)]
+    return LogSum(maximum, jnp.where(some, jnp.logaddexp(*(jnp.where(some, x, 0) for x in logits)), -jnp.inf))
 
 
 @jax.custom_jvp

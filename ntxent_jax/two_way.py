@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ntxent_jax.engine import floats, join, length, moved, split
+from ntxent_jax.engine import accumulator, floats, inner_product, join, length, moved, split
 from ntxent_jax.formulas import Sums, sums
 from ntxent_jax.numerics import LogSum, grown_log_sum
 from ntxent_jax.pairs import PairMasks
@@ -45,68 +45,71 @@ class TwoWayTile(NamedTuple):
 
 
 TileFunction = Callable[..., TwoWayTile]
+Finish = Callable[[Sums, Sums, Tree], jax.Array]
 
 
-def sums_both_ways(f: TileFunction, anchors: Tree, candidates: Tree, block: int) -> tuple[Sums, Sums]:
-    """Sums over the candidates of each anchor, and over the anchors of each candidate."""
+def both_ways(f: TileFunction, finish: Finish, anchors: Tree, candidates: Tree, rest: Tree, block: int) -> jax.Array:
+    """The scalar ``finish(rows, columns, rest)``.
+
+    Its arguments are the sums of each anchor over the candidates, those of each candidate over the anchors, and what
+    else it needs.
+    """
     n = length(anchors)
     if block >= n:
         tile = f(anchors, jnp.ones(n, jnp.bool_), candidates)
-        return tile.rows(), tile.columns()
+        return finish(tile.rows(), tile.columns(), rest)
     blocks = split(anchors, block)
     f, closed_over = jax.closure_convert(f, *jax.tree.map(lambda x: x[0], blocks), candidates)
-    rows, columns = _streamed_sums(f)(blocks, (candidates, *closed_over))
-    return join(rows, n), columns
+    return _streamed(f, lambda rows, columns, rest: finish(join(rows, n), columns, rest))(
+        blocks, (candidates, *closed_over), rest
+    )
 
 
-def _streamed_sums(f: TileFunction) -> Callable[[Tree, Tree], tuple[Sums, Sums]]:
-    """Sums of rows and columns with a derivative of one further visit.
-
-    The tangent rule visits the blocks under ``jax.checkpoint``, so that its transpose, reverse mode, stores the
-    log-sums and computes each block again.
-    """
+def _streamed(f: TileFunction, finish: Finish) -> Callable[[Tree, Tree, Tree], jax.Array]:
+    """As the engine's sum over rows, with a second visit of every block for the derivative."""
 
     @jax.custom_jvp
-    def run(blocks: Tree, shared: Tree) -> tuple[Sums, Sums]:
-        def visit(columns: Sums, own: Tree) -> tuple[Sums, Sums]:
-            tile = f(*own, *shared)
-            return _grown(columns, tile.columns(), tile.candidate_temperature), tile.rows()
-
-        first = jax.tree.map(lambda x: x[0], blocks)
-        shapes = jax.eval_shape(lambda: f(*first, *shared).columns())
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        nothing = nothing._replace(negatives=LogSum(nothing.number, nothing.number - jnp.inf))
-        columns, rows = lax.scan(visit, nothing, blocks)
-        return rows, columns
+    def run(blocks: Tree, shared: Tree, rest: Tree) -> jax.Array:
+        return finish(*_sums(f, blocks, shared), rest)
 
     @run.defjvp
-    def run_with_tangent(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-        blocks, shared = primals
-        rows, columns = run(blocks, shared)
+    def run_with_derivative(primals: Tree, tangents: Tree) -> tuple[jax.Array, jax.Array]:
+        blocks, shared, rest = primals
+        rows, columns = _sums(f, blocks, shared)
+        rest_floats, with_rest = floats(rest)
+        value, pull_back = jax.vjp(lambda r, c, x: finish(r, c, with_rest(x)), rows, columns, rest_floats)
+        by_rows, by_columns, of_rest = pull_back(jnp.ones_like(value))
         shared_floats, with_shared = floats(shared)
-        blocks_moved, shared_moved = moved(blocks, tangents[0]), moved(shared, tangents[1])
 
-        @jax.checkpoint
-        def change(own: Tree, own_moved: list[jax.Array], own_rows: Sums) -> tuple[Sums, Sums]:
+        def visit(gradient: list[jax.Array], own: tuple[Tree, Sums, Sums]) -> tuple[list[jax.Array], list[jax.Array]]:
+            own, own_rows, by_own_rows = own
             own_floats, with_own = floats(own)
 
-            def shares(x: list[jax.Array], y: list[jax.Array]) -> tuple[Sums, Sums]:
-                tile = f(*with_own(x), *with_shared(y))
-                return _shares(tile, own_rows, columns)
+            def moved_part(x: list[jax.Array], y: list[jax.Array]) -> jax.Array:
+                of_rows, of_columns = _shares(f(*with_own(x), *with_shared(y)), own_rows, columns)
+                return inner_product(by_own_rows, of_rows) + inner_product(by_columns, of_columns)
 
-            tangent: tuple[Sums, Sums]
-            _, tangent = jax.jvp(shares, (own_floats, shared_floats), (own_moved, shared_moved))
-            return tangent
+            of_own, of_shared = jax.grad(moved_part, argnums=(0, 1))(own_floats, shared_floats)
+            return [total + g for total, g in zip(gradient, of_shared, strict=True)], of_own
 
-        def visit(total: Sums, own: tuple[Tree, list[jax.Array], Sums]) -> tuple[Sums, Sums]:
-            of_rows, of_columns = change(*own)
-            return jax.tree.map(jnp.add, total, of_columns), of_rows
-
-        start = jax.tree.map(jnp.zeros_like, columns)
-        of_columns, of_rows = lax.scan(visit, start, (blocks, blocks_moved, rows))
-        return (rows, columns), (of_rows, of_columns)
+        start = [jnp.zeros_like(x, dtype=accumulator(x)) for x in shared_floats]
+        of_shared, of_blocks = lax.scan(visit, start, (blocks, rows, by_rows))
+        return value, inner_product([*of_blocks, *of_shared, *of_rest], moved(primals, tangents))
 
     return run
+
+
+def _sums(f: TileFunction, blocks: Tree, shared: Tree) -> tuple[Sums, Sums]:
+    def visit(columns: Sums, own: Tree) -> tuple[Sums, Sums]:
+        tile = f(*own, *shared)
+        return _grown(columns, tile.columns(), tile.candidate_temperature), tile.rows()
+
+    first = jax.tree.map(lambda x: x[0], blocks)
+    shapes = jax.eval_shape(lambda: f(*first, *shared).columns())
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    nothing = nothing._replace(negatives=LogSum(nothing.number, nothing.number - jnp.inf))
+    columns, rows = lax.scan(visit, nothing, blocks)
+    return rows, columns
 
 
 def _grown(sums: Sums, more: Sums, temperature: jax.Array) -> Sums:
@@ -126,14 +129,14 @@ def _shares(tile: TwoWayTile, rows: Sums, columns: Sums) -> tuple[Sums, Sums]:
         def spread(x: jax.Array) -> jax.Array:
             return jnp.expand_dims(x, axis)
 
-        negative, (maximum, log_sum) = tile.masks.negative, of.negatives
+        (maximum, log_sum), negative = of.negatives, tile.masks.negative & (tile.scores != -jnp.inf)
         some = jnp.where(log_sum != -jnp.inf, log_sum, 0)
         shifted = jnp.where(negative, tile.scores - spread(maximum), 0) / spread(temperature) - spread(some)
         return Sums(
             jnp.sum(jnp.where(tile.masks.positive, tile.scores, 0), axis),
             LogSum(jnp.zeros_like(maximum), jnp.sum(jnp.where(negative, jnp.exp(shifted), 0), axis)),
             jnp.zeros_like(of.number),
-            jnp.sum(jnp.where(negative, tile.scores, 0), axis),
+            jnp.sum(jnp.where(tile.masks.negative, tile.scores, 0), axis),
         )
 
     return along(1, rows, tile.temperature), along(0, columns, tile.candidate_temperature)
