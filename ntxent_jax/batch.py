@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from ntxent_jax.formulas import Extras
 from ntxent_jax.numerics import compute_dtype
 from ntxent_jax.pairs import Members, with_positions
 from ntxent_jax.similarities import Rows, Similarity, prepare
@@ -26,12 +28,26 @@ class OwnCandidates(NamedTuple):
     bias: jax.Array | None = None
 
 
+class Filter(NamedTuple):
+    """Negatives too similar to be true are left out: those closer than the positive, less a margin.
+
+    Attributes:
+        margin: A scalar.
+        anchors: Rows of a guide model, shape ``[n, e]``. None: the batch's own similarities decide.
+        candidates: Rows of a guide model, shape ``[m, e]``.
+    """
+
+    margin: jax.Array
+    anchors: jax.Array | None = None
+    candidates: jax.Array | None = None
+
+
 class Batch(NamedTuple):
     """The arrays of a loss, checked but unchanged.
 
     Attributes:
-        anchors: Shape ``[n, d]``, or ``[n, views, d]``: what is said of an item then holds for all of its views.
-        members: Labels and flags ``[n]`` of the anchors, ids ``[n]`` or ``[n, views]``.
+        anchors: Shape ``[n * views, d]``, an item's views one after another; what is said of an item holds for each.
+        members: Labels and flags ``[n]`` of the items, ids ``[n * views]`` of the anchors.
         temperature: Shape ``[]`` or ``[n]``.
         weights: Shape ``[n]``, or None.
         candidates: Shape ``[m, d]``. None: the anchors choose among themselves.
@@ -39,6 +55,9 @@ class Batch(NamedTuple):
         bias: Added to the candidates' logits, shape ``[m]``, or None.
         pair_where: Boolean, shape ``[n, m]``. False where a candidate is not a negative of an anchor. None: all are.
         own: Candidates that each anchor has for itself, or None.
+        filter: Which negatives to leave out, or None.
+        hardness: Times its similarity is added to the logit of a negative; a scalar, or None.
+        extras: Numbers that change the formula.
     """
 
     anchors: jax.Array
@@ -50,11 +69,24 @@ class Batch(NamedTuple):
     bias: jax.Array | None = None
     pair_where: jax.Array | None = None
     own: OwnCandidates | None = None
+    filter: Filter | None = None
+    hardness: jax.Array | None = None
+    extras: Extras = Extras()
+
+    def turned(self) -> "Batch":
+        """The other direction: candidates choose among anchors."""
+        assert self.candidates is not None and self.candidate_members is not None
+        return self._replace(
+            anchors=self.candidates,
+            members=self.candidate_members,
+            candidates=self.anchors,
+            candidate_members=self.members,
+        )
 
     @property
-    def items_and_views(self) -> tuple[int, int]:
-        """Number of items, and of anchors for each of them."""
-        return self.anchors.shape[0], self.anchors.shape[1] if self.anchors.ndim == 3 else 1
+    def views(self) -> int:
+        """Number of anchors for each item."""
+        return self.anchors.shape[0] // max(self.members.label.shape[0], 1)
 
 
 class Anchors(NamedTuple):
@@ -69,6 +101,7 @@ class Anchors(NamedTuple):
         pair_where: As in :class:`Batch`.
         plain: Rows before preparation, to be compared with ``own``, or None.
         own: As in :class:`Batch`.
+        guide: Rows of a guide model, prepared, or None.
     """
 
     rows: Rows
@@ -79,28 +112,34 @@ class Anchors(NamedTuple):
     pair_where: jax.Array | None
     plain: jax.Array | None
     own: OwnCandidates | None
+    guide: Rows | None
 
 
 class Candidates(NamedTuple):
-    """Candidates ready to be met by any block of anchors."""
+    """Candidates ready to be met by any block of anchors, and the numbers that all of them share."""
 
     rows: Rows
     members: Members
     bias: jax.Array | None
+    guide: Rows | None
+    margin: jax.Array | None
+    hardness: jax.Array | None
+    extras: Extras
 
 
 def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
     """Fill in the defaults, hide the padding, and do once per row what can be done once."""
-    dtype, (items, views) = compute_dtype(batch.anchors), batch.items_and_views
-    weights = jnp.ones(items, dtype) if batch.weights is None else batch.weights.astype(dtype)
+    dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
     where = jnp.ones(items, jnp.bool_) if batch.members.where is None else batch.members.where
+    weights = jnp.ones(items, dtype) if batch.weights is None else jnp.where(where, batch.weights.astype(dtype), 0)
     temperature = jnp.where(where, batch.temperature.astype(dtype), 1)
     temperature = jnp.where(temperature > 0, temperature, jnp.nan)
+    members = batch.members._replace(id=None)
     where, weights, temperature, members = jax.tree.map(
-        lambda x: jnp.repeat(x, views) if x.ndim == 1 else x.reshape(-1),
-        (where, jnp.where(where, weights, 0), temperature, batch.members),
+        lambda x: jnp.repeat(x, batch.views), (where, weights, temperature, members)
     )
-    rows = _visible(batch.anchors.reshape(-1, batch.anchors.shape[-1]), members.where)
+    members = members._replace(id=batch.members.id)
+    rows = _visible(batch.anchors, members.where)
     if batch.candidates is None or batch.candidate_members is None:
         members = candidate_members = with_positions(members)
         candidates = rows
@@ -109,14 +148,32 @@ def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
         candidates = _visible(batch.candidates, candidate_members.where)
     own = batch.own and batch.own._replace(rows=_visible(batch.own.rows, batch.own.where))
     anchor_rows, candidate_rows = prepare(similarity, rows, candidates)
+    guides = _ready_guides(batch.filter, similarity, where, candidate_members.where)
+    margin = None if batch.filter is None else batch.filter.margin.astype(dtype)
+    bias, hardness, extras = jax.tree.map(lambda x: x.astype(dtype), (batch.bias, batch.hardness, batch.extras))
     plain = rows if own else None
     return (
-        Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own),
-        Candidates(candidate_rows, candidate_members, batch.bias),
+        Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guides[0]),
+        Candidates(candidate_rows, candidate_members, bias, guides[1], margin, hardness, extras),
     )
 
 
+def _ready_guides(
+    guide: Filter | None, similarity: Similarity, where: jax.Array, candidate_where: jax.Array | None
+) -> tuple[Rows, Rows] | tuple[None, None]:
+    if guide is None or guide.anchors is None or guide.candidates is None:
+        return None, None
+    anchors, candidates = lax.stop_gradient((guide.anchors, guide.candidates))
+    candidate_where = None if candidate_where is None else candidate_where[: candidates.shape[0]]
+    return prepare(similarity, _visible(anchors, where), _visible(candidates, candidate_where))
+
+
+def only_finite(rows: jax.Array) -> jax.Array:
+    """An infinity becomes NaN, which no later step hides: a logit of -inf would look like an absent candidate."""
+    return jnp.where(jnp.isfinite(rows), rows, jnp.nan)
+
+
 def _visible(rows: jax.Array, where: jax.Array | None) -> jax.Array:
-    """Padding becomes ones, harmless to any similarity; an infinity in a real row becomes NaN, which nothing hides."""
-    rows = jnp.where(jnp.isfinite(rows), rows, jnp.nan)
-    return rows if where is None else jnp.where(where[..., None], rows, 1)
+    """Padding becomes ones, harmless to any similarity."""
+    rows = only_finite(rows)
+    return rows if where is None else jnp.where(where.reshape(where.shape + (1,) * (rows.ndim - where.ndim)), rows, 1)

@@ -45,37 +45,56 @@ def floating(name: str, x: ArrayLike) -> jax.Array:
     return result
 
 
-def rows(name: str, x: ArrayLike, *shapes: str) -> jax.Array:
-    """``x`` as floating rows with at least one feature, of a rank among those of ``shapes``."""
-    ranks = [shape.count(",") + 1 for shape in shapes]
+def rows(name: str, x: ArrayLike, *shapes: str, ranks: tuple[int, ...] | None = ()) -> jax.Array:
+    """``x`` as floating rows with at least one feature, of a rank as in ``shapes`` or ``ranks`` (None: any above 1)."""
     result = array(name, x)
+    expected = set(range(2, 9)) if ranks is None else set(ranks) or {shape.count(",") + 1 for shape in shapes}
     if result.ndim == 0:
-        raise ValueError(f"{name} must have rank {' or '.join(map(str, ranks))}; did you mean temperature={x}?")
+        possible = " or ".join(map(str, sorted(expected)[:2]))
+        raise ValueError(f"{name} must have rank {possible}; did you mean temperature={x}?")
     result = floating(name, result)
     came = f"{name} must have shape {' or '.join(shapes)}, got {list(result.shape)}"
-    chex.assert_rank(result, set(ranks), custom_message=came, exception_type=ValueError)
+    chex.assert_rank(result, expected, custom_message=came, exception_type=ValueError)
     if result.shape[-1] == 0:
         raise ValueError(f"{name} must have at least one feature, got shape {list(result.shape)}")
     return result
 
 
-def own_rows(name: str, x: jax.Array, n: int) -> jax.Array:
-    """Rows for all queries, or some for each of the ``n`` queries."""
-    if x.ndim == 3 and x.shape[0] != n:
+def any_rows(name: str, x: ArrayLike) -> jax.Array:
+    """``x`` as floating rows of any rank."""
+    return rows(name, x, "[n, ...]", ranks=None)
+
+
+def own_rows(name: str, x: jax.Array, n: int, rank: int) -> None:
+    """Rows of rank ``rank`` are some for each of the ``n`` queries."""
+    if x.ndim == rank and x.shape[0] != n:
         raise ValueError(f"{name} of shape [n, k, d] must have n = {n} like the queries, got {list(x.shape)}")
-    return x
 
 
-def paired(names: tuple[str, str], n: int, m: int, in_batch: bool, negatives: object) -> None:
-    """Every query needs its key, and something to tell it from."""
+def guides(name: str, x: ArrayLike, n: int) -> jax.Array:
+    """Rows of a guide model, one for each of ``n`` rows."""
+    result = rows(name, x, "[n, e]")
+    if result.shape[0] != n:
+        raise ValueError(f"{name} must have a row for each of the {n} rows that it guides, got {list(result.shape)}")
+    return result
+
+
+def paired(names: tuple[str, str], n: int, m: int) -> None:
+    """Every query needs its key."""
     if m < n:
         raise ValueError(f"{names[1]} must have a row for each of the {n} rows of {names[0]}, got {m}")
-    if not in_batch and negatives is None:
-        raise ValueError("in_batch=False leaves no negatives; pass negatives of shape [n, k, d] or [k, d]")
-    if not in_batch and m != n:
-        raise ValueError(
-            f"in_batch=False uses one key for each query, got {m} for {n}; pass the others as negatives[{m - n}, d]"
-        )
+
+
+def one_key_each(n: int, m: int) -> None:
+    """Without in-batch negatives there is one key for each query."""
+    if m != n:
+        raise ValueError(f"in_batch=False uses one key for each query, got {m} for {n}; pass the others as negatives")
+
+
+def equal_lengths(names: tuple[str, str], n: int, m: int) -> None:
+    """Pairs that choose in both directions."""
+    if m != n:
+        raise ValueError(f"{names[0]} and {names[1]} must have equally many rows, got {n} and {m}")
 
 
 def views(shapes: Sequence[Shape]) -> None:
@@ -84,6 +103,50 @@ def views(shapes: Sequence[Shape]) -> None:
         raise ValueError(f"ntxent_views needs two or more views, got {len(shapes)}; for labelled rows call ntxent")
     if len(set(shapes)) > 1:
         raise ValueError(f"views must all have the same shape [n, d], got {[list(shape) for shape in shapes]}")
+
+
+def prior_alone(class_prior: ArrayLike, hardness: ArrayLike, label_smoothing: ArrayLike, cosine: bool) -> None:
+    """A class prior bounds the negatives by a cosine, so the logits must be cosines."""
+    named = {"class_prior": class_prior, "hardness": hardness, "label_smoothing": label_smoothing}
+    given = [name for name, x in named.items() if not (isinstance(x, (int, float, np.generic)) and x == 0)]
+    if "class_prior" in given and (len(given) > 1 or not cosine):
+        came = " and ".join(given[1:]) or "another similarity"
+        raise ValueError(f"class_prior is defined for plain cosine_similarity, got it with {came}; leave one out")
+
+
+def something_to_choose(negatives: object, guide_keys: object) -> None:
+    """Without in-batch negatives there must be others, and a guide has nothing to judge."""
+    if negatives is None:
+        raise ValueError("in_batch=False leaves no negatives; pass negatives of shape [n, k, d] or [k, d]")
+    if guide_keys is not None:
+        raise ValueError(
+            "guide_keys judge in-batch negatives, which in_batch=False leaves out; leave the guide out too"
+        )
+
+
+def scalar(name: str, x: ArrayLike | None) -> jax.Array | None:
+    """A real number, or None."""
+    result = numbers(name, x, (), (1,))
+    return None if result is None else result.reshape(())
+
+
+def one_number(name: str, x: ArrayLike) -> jax.Array:
+    """A scalar; if it is the temperature and known on the host it must be > 0."""
+    if name == "temperature":
+        positive(name, x)
+    result = scalar(name, x)
+    assert result is not None
+    return result
+
+
+def option(name: str, x: ArrayLike, low: float, high: float) -> jax.Array | None:
+    """A number in ``[low, high)``; None if it is known on the host to be 0."""
+    if isinstance(x, (int, float, np.generic)):
+        if not low <= x < high:
+            raise ValueError(f"{name} must be at least {low:g} and below {high:g}, got {x}")
+        if x == 0:
+            return None
+    return scalar(name, x)
 
 
 def same_rows(**named: jax.Array) -> list[jax.Array]:
@@ -197,25 +260,33 @@ def choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def block_size(value: object) -> None:
-    """A number of rows, or None for the automatic choice."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"block_size must be a positive int or None (chosen automatically), got {value!r}")
-
-
-def precision(value: object) -> None:
-    """A precision of matrix products."""
-    if value is not None:
-        choice("precision", value, ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"))
-
-
-def similarity(value: object) -> None:
-    """A function of two blocks of rows."""
-    if not callable(value):
+def options(reduction: object, similarity: object, block_size: object, precision: object) -> None:
+    """The options that all losses share."""
+    choice("reduction", reduction, ("mean", "anchor_mean", "sum", "none"))
+    if not callable(similarity):
         raise TypeError(
-            f"similarity must be a function (x [n, d], y [m, d]) -> [n, m], got {value!r}; pass for instance "
+            f"similarity must be a function (x [n, d], y [m, d]) -> [n, m], got {similarity!r}; pass for instance "
             "ntxent_jax.cosine_similarity or ntxent_jax.dot_product"
         )
+    whole = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 1
+    if block_size is not None and not whole:
+        raise ValueError(f"block_size must be a positive int or None (chosen automatically), got {block_size!r}")
+    if precision is not None:
+        choice("precision", precision, ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"))
+
+
+def pair_list(name: str, x: ArrayLike) -> jax.Array:
+    """Pairs of row numbers."""
+    result = array(name, x)
+    if result.size == 0:
+        result = result.astype(jnp.int32)
+    if not jnp.issubdtype(result.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers (anchor row, candidate row), got {result.dtype}")
+    if result.ndim != 2 or result.shape[1] != 2:
+        raise ValueError(
+            f"{name} must have shape [p, 2], each row (anchor row, candidate row), got {list(result.shape)}"
+        )
+    return result
 
 
 def similarity_result(scores: jax.Array, n: int, m: int) -> jax.Array:

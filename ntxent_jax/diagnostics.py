@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
-from ntxent_jax.contrast import matmul_precision, tile
+from ntxent_jax.contrast import Options, matmul_precision, tile
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import labelled_batch
 from ntxent_jax.numerics import compute_dtype, divide_or_nan
@@ -77,12 +77,12 @@ class BatchStatistics(NamedTuple):
 
     Attributes:
         num_anchors: Number of anchors that count: real rows with at least one positive.
-        num_positives: Number of their ordered positive pairs.
-        num_negatives: Number of their ordered negative pairs.
+        num_positives: Number of ordered positive pairs.
+        num_negatives: Number of ordered negative pairs, those of anchors without a positive too.
         positive_similarity: Mean over positive pairs. Near 1 from the first step on: the views are identical.
         negative_similarity: Mean over negative pairs. Near ``positive_similarity``: the rows have collapsed.
-        hardest_negative_similarity: Mean over anchors of their most similar negative.
-        accuracy: Share of anchors whose most similar candidate is a positive; a tie counts against the model.
+        hardest_negative_similarity: Mean over real anchors of their most similar negative.
+        accuracy: Share of the anchors that count whose most similar candidate is a positive; ties count against them.
         chance_loss: ``ntxent`` of these pairs when all similarities are equal, in nats, to compare a loss with.
     """
 
@@ -124,7 +124,7 @@ def batch_statistics(
         block_size: As in :func:`ntxent`.
 
     Returns:
-        A :class:`BatchStatistics` of scalars, float32 or float64. Only anchors that count are looked at.
+        A :class:`BatchStatistics` of scalars, float32 or float64.
 
     Raises:
         TypeError: As in :func:`ntxent`.
@@ -138,18 +138,17 @@ def batch_statistics(
         ...     print(f"{name:28} {value:.4f}")
         num_anchors                  2.0000
         num_positives                2.0000
-        num_negatives                4.0000
+        num_negatives                10.0000
         positive_similarity          0.8000
-        negative_similarity          0.5400
-        hardest_negative_similarity  0.7800
+        negative_similarity          0.5920
+        hardest_negative_similarity  0.8300
         accuracy                     0.5000
         chance_loss                  1.0986
     """
     batch = labelled_batch(
         embeddings, labels, 1.0, candidates, candidate_labels, candidate_where, ids, candidate_ids, where
     )
-    checks.similarity(similarity)
-    checks.block_size(block_size)
+    checks.options("none", similarity, block_size, None)
     return (_compiled if is_builtin(similarity) else _statistics)(batch, similarity, block_size)
 
 
@@ -159,16 +158,15 @@ def _statistics(batch: Batch, similarity: Similarity, block_size: int | None) ->
     with jax.default_matmul_precision(matmul_precision(None, batch.anchors)):
         rows = map_rows(partial(_row_statistics, similarity=similarity), anchors, candidates, block)
     counts = anchors.where & (rows["num_positives"] > 0)
-    total = {name: jnp.sum(jnp.where(counts, value, 0)) for name, value in rows.items()}
-    anchors_with_negatives = jnp.sum(jnp.where(counts & (rows["num_negatives"] > 0), 1, 0))
-    num_anchors = jnp.sum(counts).astype(rows["num_positives"].dtype)
+    total = {name: jnp.sum(jnp.where(anchors.where, value, 0)) for name, value in rows.items()}
+    num_anchors, with_negatives = jnp.sum(counts), jnp.sum(anchors.where & (rows["num_negatives"] > 0))
     return BatchStatistics(
-        num_anchors=num_anchors,
+        num_anchors=num_anchors.astype(rows["right"].dtype),
         num_positives=total["num_positives"],
         num_negatives=total["num_negatives"],
         positive_similarity=divide_or_nan(total["positive"], total["num_positives"]),
         negative_similarity=divide_or_nan(total["negative"], total["num_negatives"]),
-        hardest_negative_similarity=divide_or_nan(total["hardest"], anchors_with_negatives),
+        hardest_negative_similarity=divide_or_nan(total["hardest"], with_negatives),
         accuracy=divide_or_nan(total["right"], num_anchors),
         chance_loss=divide_or_nan(total["chance"], total["num_positives"]),
     )
@@ -181,7 +179,7 @@ def _row_statistics(
     own: Anchors, real: jax.Array, others: Candidates, *, similarity: Similarity
 ) -> dict[str, jax.Array]:
     """Sums over the candidates of each anchor."""
-    scores, (positive, negative), _ = tile(own, others, by_label, similarity)
+    scores, (positive, negative), *_ = tile(own, others, Options(by_label, similarity))
     num_positives, num_negatives = (jnp.sum(mask, axis=1).astype(scores.dtype) for mask in (positive, negative))
     hardest = jnp.max(scores, axis=1, initial=-jnp.inf, where=negative)
     closest = jnp.max(scores, axis=1, initial=-jnp.inf, where=positive)

@@ -34,22 +34,22 @@ def rows_per_block(n: int, m: int, block_size: int | None) -> int:
 
 def sum_over_rows(f: SumFunction, anchors: Tree, candidates: Tree, block: int) -> tuple[jax.Array, Tree]:
     """Sum of the scalars that ``f`` returns first; the rows that it returns second, which have no derivative."""
-    n = _length(anchors)
+    n = length(anchors)
     if block >= n:
         return f(anchors, jnp.ones(n, jnp.bool_), candidates)
-    blocks = _split(anchors, block)
+    blocks = split(anchors, block)
     f, closed_over = jax.closure_convert(f, *jax.tree.map(lambda x: x[0], blocks), candidates)
     total, rows = _streamed_sum(f)(blocks, (candidates, *closed_over))
-    return total, _join(rows, n)
+    return total, join(rows, n)
 
 
 def map_rows(f: MapFunction, anchors: Tree, candidates: Tree, block: int) -> Tree:
     """Rows that ``f`` returns, with derivative: in reverse mode a block is computed again instead of stored."""
-    n = _length(anchors)
+    n = length(anchors)
     if block >= n:
         return f(anchors, jnp.ones(n, jnp.bool_), candidates)
-    rows = lax.map(jax.checkpoint(lambda own: f(*own, candidates)), _split(anchors, block))
-    return _join(rows, n)
+    rows = lax.map(jax.checkpoint(lambda own: f(*own, candidates)), split(anchors, block))
+    return join(rows, n)
 
 
 def _streamed_sum(f: SumFunction) -> SumFunction:
@@ -67,26 +67,26 @@ def _streamed_sum(f: SumFunction) -> SumFunction:
     @run.defjvp
     def run_with_derivative(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
         blocks, shared = primals
-        shared_floats, with_shared = _floats(shared)
+        shared_floats, with_shared = floats(shared)
 
         def visit(gradient: list[jax.Array], own: Tree) -> tuple[list[jax.Array], Tree]:
-            own_floats, with_own = _floats(own)
+            own_floats, with_own = floats(own)
             value, pull_back, rows = jax.vjp(
                 lambda x, y: f(*with_own(x), *with_shared(y)), own_floats, shared_floats, has_aux=True
             )
             of_own, of_shared = pull_back(jnp.ones_like(value))
             return [total + g for total, g in zip(gradient, of_shared, strict=True)], (value, rows, of_own)
 
-        start = [jnp.zeros_like(x, dtype=_accumulator(x)) for x in shared_floats]
+        start = [jnp.zeros_like(x, dtype=accumulator(x)) for x in shared_floats]
         of_shared, (values, rows, of_blocks) = lax.scan(visit, start, blocks)
-        gradient, moved = [*of_blocks, *of_shared], _moved(primals, tangents)
-        tangent = sum(jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradient, moved, strict=True))
+        tangent = inner_product([*of_blocks, *of_shared], moved(primals, tangents))
         return (jnp.sum(values), rows), (tangent, jax.tree.map(_no_tangent, rows))
 
     return run
 
 
-def _accumulator(x: jax.Array) -> Any:
+def accumulator(x: jax.Array) -> Any:
+    """Dtype in which derivatives are summed over blocks."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -94,18 +94,18 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _floats(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
+def floats(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
     """The floating leaves of a pytree, and how to put others in their place."""
     leaves, structure = jax.tree.flatten(tree)
 
-    def replace(floats: list[jax.Array]) -> Tree:
-        new = iter(floats)
+    def replace(others: list[jax.Array]) -> Tree:
+        new = iter(others)
         return jax.tree.unflatten(structure, [next(new) if _is_float(x) else x for x in leaves])
 
     return [x for x in leaves if _is_float(x)], replace
 
 
-def _moved(primals: Tree, tangents: Tree) -> list[jax.Array]:
+def moved(primals: Tree, tangents: Tree) -> list[jax.Array]:
     """Tangents of the floating leaves of the primals."""
     pairs = zip(jax.tree.leaves(primals), jax.tree.leaves(tangents), strict=True)
     return [t for x, t in pairs if _is_float(x)]
@@ -115,16 +115,23 @@ def _no_tangent(x: jax.Array) -> Any:
     return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
 
 
-def _length(tree: Tree) -> int:
+def inner_product(x: Tree, y: Tree) -> jax.Array:
+    """Sum of the products of all entries, in the dtype of ``x``."""
+    products = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)), x, y)
+    return jnp.sum(jnp.stack(jax.tree.leaves(products)))
+
+
+def length(tree: Tree) -> int:
+    """Number of rows of a pytree."""
     return int(jax.tree.leaves(tree)[0].shape[0])
 
 
-def _split(anchors: Tree, block: int) -> tuple[Tree, jax.Array]:
+def split(anchors: Tree, block: int) -> tuple[Tree, jax.Array]:
     """Anchors in blocks, and which rows of the blocks are real: the last ones may be copies.
 
     A block takes rows in strides, not in a run: if the rows lie on several devices, each block lies on all of them.
     """
-    n = _length(anchors)
+    n = length(anchors)
     number = -(-n // block)
 
     def strides(x: jax.Array) -> jax.Array:
@@ -135,5 +142,6 @@ def _split(anchors: Tree, block: int) -> tuple[Tree, jax.Array]:
     return jax.tree.map(strides, anchors), real
 
 
-def _join(rows: Tree, n: int) -> Tree:
+def join(rows: Tree, n: int) -> Tree:
+    """Rows of all blocks in the order in which they came, without the copies."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:n], rows)

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
-from ntxent_jax.batch import Batch, OwnCandidates
+from ntxent_jax.batch import Batch, Filter, OwnCandidates
+from ntxent_jax.formulas import Extras
 from ntxent_jax.pairs import Members, labelled
+from ntxent_jax.similarities import Similarity, is_builtin
 
 
 def labelled_batch(
@@ -22,13 +24,11 @@ def labelled_batch(
     weights: ArrayLike | None = None,
 ) -> Batch:
     """Rows whose labels say which belong together."""
-    anchors = checks.rows("embeddings", embeddings, "[n, d]", "[n, views, d]")
-    n, others = anchors.shape[0], None
+    anchors, others = checks.rows("embeddings", embeddings, "[n, d]", "[n, views, d]"), None
     checks.together(candidates=candidates, candidate_labels=candidate_labels)
     if candidates is not None:
-        anchors, others = checks.same_rows(
-            embeddings=anchors, candidates=checks.rows("candidates", candidates, "[m, d]")
-        )
+        others = checks.rows("candidates", candidates, "[m, d]")
+        anchors, others = checks.same_rows(embeddings=anchors, candidates=others)
     members, other_members = labelled(
         anchors.shape[:-1],
         labels,
@@ -39,18 +39,33 @@ def labelled_batch(
         ids=ids,
         candidate_ids=candidate_ids,
     )
-    checked_weights = checks.numbers("weights", weights, (n,))
-    return Batch(anchors, members, checks.temperature(temperature, n), checked_weights, others, other_members)
-
-
-def view_batch(*views: ArrayLike, temperature: ArrayLike, where: ArrayLike | None, weights: ArrayLike | None) -> Batch:
-    """Rows of several views, row ``i`` of each being item ``i``."""
-    rows = [checks.rows(f"views[{i}]", view, "[n, d]") for i, view in enumerate(views)]
-    checks.views([view.shape for view in rows])
-    rows = checks.same_rows(**{f"views[{i}]": view for i, view in enumerate(rows)})
-    n = rows[0].shape[0]
+    if members.id is not None:
+        members = members._replace(id=members.id.reshape(-1))
+    n = anchors.shape[0]
     return Batch(
-        jnp.stack(rows, axis=1),
+        anchors.reshape(-1, anchors.shape[-1]),
+        members,
+        checks.temperature(temperature, n),
+        checks.numbers("weights", weights, (n,)),
+        others,
+        other_members,
+    )
+
+
+def view_batch(
+    *views: ArrayLike,
+    temperature: ArrayLike,
+    where: ArrayLike | None,
+    weights: ArrayLike | None,
+    similarity: Similarity,
+) -> Batch:
+    """Rows of several views, row ``i`` of each being item ``i``."""
+    named = {f"views[{i}]": _rows(f"views[{i}]", view, "[n, d]", similarity) for i, view in enumerate(views)}
+    checks.views([view.shape for view in named.values()])
+    rows = jnp.stack(checks.same_rows(**named), axis=1)
+    n = rows.shape[0]
+    return Batch(
+        rows.reshape(-1, *rows.shape[2:]),
         Members(jnp.arange(n), checks.mask("where", where, (n,))),
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
@@ -60,41 +75,37 @@ def view_batch(*views: ArrayLike, temperature: ArrayLike, where: ArrayLike | Non
 def query_batch(
     queries: ArrayLike,
     keys: ArrayLike,
-    negatives: ArrayLike | None,
     temperature: ArrayLike,
     *,
-    in_batch: bool = True,
-    share_negatives: bool = False,
     ids: ArrayLike | None,
     key_ids: ArrayLike | None = None,
     pair_where: ArrayLike | None = None,
     key_where: ArrayLike | None = None,
-    negative_where: ArrayLike | None,
-    key_bias: ArrayLike | None,
+    key_bias: ArrayLike | None = None,
     where: ArrayLike | None,
     weights: ArrayLike | None,
+    similarity: Similarity,
     names: tuple[str, str] = ("queries", "keys"),
 ) -> Batch:
-    """Rows of queries and of keys, row ``i`` of the keys being the positive of row ``i`` of the queries.
-
-    With ``share_negatives``, negatives ``[n, k, d]`` are candidates of all queries, else of their own query alone.
-    """
-    given = {names[0]: checks.rows(names[0], queries, "[n, d]"), names[1]: checks.rows(names[1], keys, "[m, d]")}
-    if negatives is not None:
-        given["negatives"] = checks.rows("negatives", negatives, "[k, d]", "[n, k, d]")
-    anchors, candidates, *more = checks.same_rows(**given)
+    """Rows of queries and of keys, row ``i`` of the keys being the positive of row ``i`` of the queries."""
+    anchors, candidates = checks.same_rows(
+        **{
+            names[0]: _rows(names[0], queries, "[n, d]", similarity),
+            names[1]: _rows(names[1], keys, "[m, d]", similarity),
+        }
+    )
     n, m = anchors.shape[0], candidates.shape[0]
-    checks.paired(names, n, m, in_batch, negatives)
+    checks.paired(names, n, m)
     key_ids = ids if key_ids is None and m == n else key_ids
     checks.together(ids=ids, key_ids=key_ids)
     members = Members(jnp.arange(n), checks.mask("where", where, (n,)), checks.ids("ids", ids, (n,)))
-    key_members = Members(
-        jnp.arange(m), checks.mask("key_where", key_where, (m,)), checks.ids("key_ids", key_ids, (m,))
-    )
-    checks.comparable(ids=members.id, key_ids=key_members.id)
+    key_real = checks.mask("key_where", key_where, (m,))
     if members.where is not None:
-        key_members = key_members._replace(where=_hide_first(members.where, key_members.where, m))
-    batch = Batch(
+        hidden = jnp.concatenate([members.where, jnp.ones(m - n, jnp.bool_)])
+        key_real = hidden if key_real is None else hidden & key_real
+    key_members = Members(jnp.arange(m), key_real, checks.ids("key_ids", key_ids, (m,)))
+    checks.comparable(ids=members.id, key_ids=key_members.id)
+    return Batch(
         anchors,
         members,
         checks.temperature(temperature, n),
@@ -104,64 +115,99 @@ def query_batch(
         checks.numbers("key_bias", key_bias, (m,)),
         checks.mask("pair_where", pair_where, (n, m)),
     )
-    batch = batch if in_batch else _only_own_key(batch)
-    if not more:
-        checks.only_with("negatives", negative_where=negative_where)
-        return batch
-    rows = checks.own_rows("negatives", more[0], n)
-    real = checks.mask("negative_where", negative_where, rows.shape[:-1])
-    if rows.ndim == 3 and members.where is not None:
-        real = members.where[:, None] & (jnp.ones(rows.shape[:-1], jnp.bool_) if real is None else real)
-    if rows.ndim == 3 and share_negatives:
-        rows, real = rows.reshape(-1, rows.shape[-1]), None if real is None else real.reshape(-1)
-    return _with_shared(batch, rows, real) if rows.ndim == 2 else _with_own(batch, rows, real)
 
 
-def _hide_first(where: jax.Array, key_where: jax.Array | None, m: int) -> jax.Array:
-    """Flags of the keys: the first ones are hidden with their queries."""
-    hidden = jnp.concatenate([where, jnp.ones(m - where.shape[0], jnp.bool_)])
-    return hidden if key_where is None else hidden & key_where
-
-
-def _only_own_key(batch: Batch) -> Batch:
+def with_own_key_only(batch: Batch) -> Batch:
     """Each query has its own key for itself, and there are no shared candidates."""
-    keys, members = batch.candidates, batch.candidate_members
-    assert keys is not None and members is not None
+    keys, members = _candidates(batch)
+    checks.one_key_each(batch.anchors.shape[0], keys.shape[0])
     where = jnp.ones(keys.shape[0], jnp.bool_) if members.where is None else members.where
     bias = None if batch.bias is None else batch.bias[:, None]
     own = OwnCandidates(keys[:, None], where[:, None], jnp.ones_like(where)[:, None], bias)
-    nothing = jax.tree.map(lambda x: x[:0], (keys, members, batch.bias))
-    return batch._replace(
-        candidates=nothing[0], candidate_members=nothing[1], bias=nothing[2], pair_where=None, own=own
+    rows, members, bias = jax.tree.map(lambda x: x[:0], (keys, members, batch.bias))
+    return batch._replace(candidates=rows, candidate_members=members, bias=bias, pair_where=None, own=own)
+
+
+def with_negatives(batch: Batch, negatives: ArrayLike | None, negative_where: ArrayLike | None) -> Batch:
+    """Add negatives ``[k, d]`` for all queries, or ``[n, k, d]`` for their own query alone."""
+    if negatives is None:
+        checks.only_with("negatives", negative_where=negative_where)
+        return batch
+    n, rank = batch.anchors.shape[0], batch.anchors.ndim
+    shapes = ("[k, d]", "[n, k, d]") if rank == 2 else ("[k, ...]", "[n, k, ...]")
+    rows = checks.rows("negatives", negatives, *shapes, ranks=(rank, rank + 1))
+    checks.own_rows("negatives", rows, n, rank + 1)
+    anchors, keys, rows = checks.same_rows(queries=batch.anchors, keys=_candidates(batch)[0], negatives=rows)
+    batch = batch._replace(anchors=anchors, candidates=keys)
+    if rows.ndim == rank:
+        return _with_shared(batch, rows, checks.mask("negative_where", negative_where, rows.shape[:1]))
+    real = checks.mask("negative_where", negative_where, rows.shape[:2])
+    if batch.members.where is not None:
+        of_queries = jnp.broadcast_to(batch.members.where[:, None], rows.shape[:2])
+        real = of_queries if real is None else of_queries & real
+    return _with_own(batch, rows, real)
+
+
+def with_filter(
+    batch: Batch, margin: ArrayLike | None, guide_queries: ArrayLike | None, guide_keys: ArrayLike | None
+) -> Batch:
+    """Leave out negatives that are closer than the positive, less a margin."""
+    checks.together(guide_queries=guide_queries, guide_keys=guide_keys)
+    value = checks.scalar("margin", margin)
+    if value is None:
+        checks.only_with("margin", guide_queries=guide_queries)
+        return batch
+    if guide_queries is None or guide_keys is None:
+        return batch._replace(filter=Filter(value))
+    keys, _ = _candidates(batch)
+    guides = checks.same_rows(
+        guide_queries=checks.guides("guide_queries", guide_queries, batch.anchors.shape[0]),
+        guide_keys=checks.guides("guide_keys", guide_keys, keys.shape[0]),
     )
+    return batch._replace(filter=Filter(value, *guides))
+
+
+def with_extras(
+    batch: Batch, *, label_smoothing: ArrayLike = 0.0, class_prior: ArrayLike = 0.0, hardness: ArrayLike = 0.0
+) -> Batch:
+    """Numbers that change the loss. One known to be 0 is absent; any other is data, so a schedule does not retrace."""
+    return batch._replace(
+        hardness=checks.option("hardness", hardness, 0.0, float("inf")),
+        extras=Extras(
+            label_smoothing=checks.option("label_smoothing", label_smoothing, 0.0, 1.0),
+            class_prior=checks.option("class_prior", class_prior, 0.0, 1.0),
+        ),
+    )
+
+
+def _rows(name: str, x: ArrayLike, shape: str, similarity: Similarity) -> jax.Array:
+    """Rows of one vector each, or of anything for a user's similarity."""
+    if is_builtin(similarity):
+        return checks.rows(name, x, shape)
+    return checks.rows(name, x, shape.replace("d]", "...]"), ranks=None)
+
+
+def _candidates(batch: Batch) -> tuple[jax.Array, Members]:
+    assert batch.candidates is not None and batch.candidate_members is not None
+    return batch.candidates, batch.candidate_members
 
 
 def _with_shared(batch: Batch, rows: jax.Array, where: jax.Array | None) -> Batch:
     """More candidates for all queries: nobody's positive, of no id."""
-    keys, members = batch.candidates, batch.candidate_members
-    assert keys is not None and members is not None
+    keys, members = _candidates(batch)
     m, k = keys.shape[0], rows.shape[0]
-
-    def extended(x: jax.Array | None, more: jax.Array) -> jax.Array | None:
-        return None if x is None else jnp.concatenate([x, more], axis=-1)
-
-    if where is None and members.where is None:
-        real = None
-    else:
-        real = jnp.concatenate(
-            [jnp.ones(size, jnp.bool_) if x is None else x for x, size in ((members.where, m), (where, k))]
-        )
-    members = Members(
-        jnp.concatenate([members.label, jnp.full(k, -1)]),  # No query's position.
-        real,
-        extended(members.id, jnp.zeros(k, jnp.int32 if members.id is None else members.id.dtype)),
-        None if members.id is None else jnp.arange(m + k) < m,
-    )
+    if where is not None or members.where is not None:
+        flags = ((members.where, m), (where, k))
+        where = jnp.concatenate([jnp.ones(size, jnp.bool_) if flag is None else flag for flag, size in flags])
+    label = jnp.concatenate([members.label, jnp.full(k, -1)])  # No query's position.
+    new, bias, pair_where = Members(label, where), batch.bias, batch.pair_where
+    if members.id is not None:
+        new = new._replace(id=jnp.pad(members.id, (0, k)), identified=jnp.arange(m + k) < m)
     return batch._replace(
         candidates=jnp.concatenate([keys, rows]),
-        candidate_members=members,
-        bias=None if batch.bias is None else extended(batch.bias, jnp.zeros(k, batch.bias.dtype)),
-        pair_where=extended(batch.pair_where, jnp.ones((batch.anchors.shape[0], k), jnp.bool_)),
+        candidate_members=new,
+        bias=None if bias is None else jnp.pad(bias, (0, k)),
+        pair_where=None if pair_where is None else jnp.pad(pair_where, ((0, 0), (0, k)), constant_values=True),
     )
 
 
@@ -171,5 +217,6 @@ def _with_own(batch: Batch, rows: jax.Array, where: jax.Array | None) -> Batch:
     bias = None if batch.bias is None else jnp.zeros(rows.shape[:2], batch.bias.dtype)
     own = OwnCandidates(rows, where, jnp.zeros_like(where), bias)
     if batch.own is not None:
-        own = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), batch.own, own)
+        first = batch.own._replace(rows=batch.own.rows.astype(rows.dtype))
+        own = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, own)
     return batch._replace(own=own)

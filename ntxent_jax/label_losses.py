@@ -107,7 +107,7 @@ def ntxent(
         https://arxiv.org/abs/2110.06848, eq. 5.
     """
     checks.choice("denominator", denominator, ("pair", "all", "negatives"))
-    options = Options(by_label, similarity, denominator, False, reduction, block_size, precision)
+    options = Options(by_label, similarity, denominator, False, False, reduction, block_size, precision)
     batch = labelled_batch(
         embeddings,
         labels,
@@ -199,7 +199,9 @@ def supcon_loss(
         Khosla et al., "Supervised Contrastive Learning", 2020, https://arxiv.org/abs/2004.11362, eq. 2 and 3.
     """
     checks.choice("form", form, ("out", "in"))
-    options = Options(by_label, similarity, "in" if form == "in" else "all", False, reduction, block_size, precision)
+    options = Options(
+        by_label, similarity, "in" if form == "in" else "all", False, False, reduction, block_size, precision
+    )
     batch = labelled_batch(
         embeddings,
         labels,

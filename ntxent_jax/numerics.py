@@ -32,24 +32,54 @@ class LogSum(NamedTuple):
     maximum: jax.Array
     log_sum: jax.Array
 
+    def over(self, scores: jax.Array, temperature: jax.Array) -> jax.Array:
+        """``log(sum(exp(s / T))) - scores / T``, exact where the maximum and the scores are close."""
+        return (self.maximum - scores) / temperature + self.log_sum
+
 
 def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -> LogSum:
     """Log-sum of ``scores / temperature`` along the last axis, over the entries where ``mask`` is True.
 
-    A score of ``-inf`` adds nothing; NaN and ``+inf`` make the result NaN. The derivative is the softmax, of every
-    order, and exactly 0 where ``mask`` is False, whatever stands there.
+    A score of ``-inf`` adds nothing and has gradient 0; NaN and ``+inf`` make the result NaN. The derivative is the
+    softmax, of every order, and exactly 0 where ``mask`` is False, whatever stands there.
 
     Args:
         scores: Shape ``[n, m]``.
         mask: Boolean, shape ``[n, m]``.
         temperature: Shape ``[n]``.
     """
+    mask = mask & (scores != -jnp.inf)  # Not `>`, which NaN would fail.
     maximum = lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf, where=mask))
-    some = maximum != -jnp.inf  # Not `>`, which NaN would fail.
+    some = maximum != -jnp.inf
     maximum = jnp.where(some, maximum, 0)
     shifted = jnp.where(mask, scores - maximum[:, None], 0) / temperature[:, None]
     total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
     return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temperature: jax.Array) -> LogSum:
+    """Log-sums of scores ``[p]`` that belong to segments, with a temperature for each segment ``[n]``.
+
+    As :func:`masked_log_sum`; a segment out of range must be masked.
+    """
+    mask = mask & (scores != -jnp.inf)
+    n, segment = temperature.shape[0], jnp.where(mask, segment, 0)
+    maximum = jax.ops.segment_max(jnp.where(mask, lax.stop_gradient(scores), -jnp.inf), segment, n)
+    some = maximum != -jnp.inf
+    maximum = jnp.where(some, maximum, 0)
+    shifted = jnp.where(mask, scores - maximum[segment], 0) / temperature[segment]
+    total = jax.ops.segment_sum(jnp.where(mask, jnp.exp(shifted), 0), segment, n)
+    return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+def grown_log_sum(a: LogSum, b: LogSum, temperature: jax.Array) -> LogSum:
+    """Log-sum over two disjoint sets of scores."""
+    maximum = jnp.maximum(*(jnp.where(part.log_sum != -jnp.inf, part.maximum, -jnp.inf) for part in (a, b)))
+    some = maximum != -jnp.inf
+    maximum = jnp.where(some, maximum, 0)
+    shifted = [jnp.where(part.log_sum != -jnp.inf, part.maximum - maximum, 0) for part in (a, b)]
+    logits = [x / temperature + part.log_sum for x, part in zip(shifted, (a, b), strict=True)]
+    return LogSum(maximum, jnp.where(some, jnp.logaddexp(*(jnp.where(some, x, 0) for x in logits)), -jnp.inf))
 
 
 @jax.custom_jvp

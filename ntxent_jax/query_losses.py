@@ -1,10 +1,14 @@
 """Losses of queries that choose among keys: InfoNCE and multiple negatives ranking."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ntxent_jax import checks
 from ntxent_jax.contrast import Options, Reduction, contrast
-from ntxent_jax.inputs import query_batch
+from ntxent_jax.inputs import query_batch, with_extras, with_filter, with_negatives, with_own_key_only
 from ntxent_jax.pairs import by_position
 from ntxent_jax.similarities import Similarity, cosine_similarity
 
@@ -22,6 +26,13 @@ def info_nce_loss(
     key_where: ArrayLike | None = None,
     negative_where: ArrayLike | None = None,
     key_bias: ArrayLike | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    hardness: ArrayLike = 0.0,
+    class_prior: ArrayLike = 0.0,
+    margin: ArrayLike | None = None,
+    relative_margin: bool = False,
+    guide_queries: ArrayLike | None = None,
+    guide_keys: ArrayLike | None = None,
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
@@ -38,8 +49,8 @@ def info_nce_loss(
     .. math::
         \ell_i = -\log \frac{\exp(s_{ii})}{\sum_j \exp(s_{ij})} .
 
-    One-way: queries choose keys. This is the loss of CPC (one positive and ``n - 1`` negatives) and of MoCo. For both
-    directions take the mean of two calls; for queries that are negatives of each other as well, :func:`ntxent_views`.
+    One-way: queries choose keys. This is the loss of CPC (one positive and ``n - 1`` negatives) and of MoCo.
+    :func:`clip_loss` averages both directions; in :func:`ntxent_views` queries are negatives of each other as well.
 
     Args:
         queries: Rows, floating, shape ``[n, d]``.
@@ -57,6 +68,19 @@ def info_nce_loss(
         negative_where: Boolean, shape ``[k]`` or ``[n, k]``, like ``negatives`` without features. False hides one.
         key_bias: Real, shape ``[m]``, added to the keys' logits. For keys sampled with probabilities ``q`` pass
             ``-log(q)``, so that popular keys are not punished for being frequent.
+        label_smoothing: Share in ``[0, 1)`` of the target that is spread evenly over all candidates that count.
+        hardness: At least 0, times the similarity (before the temperature, without gradient) is added to the logit of
+            every negative, so that hard ones weigh more. As in sentence-transformers; not the ``beta`` of Robinson et
+            al., which reweights by importance.
+        class_prior: Probability in ``[0, 1)`` that a negative is a positive in truth; their expected share is taken out
+            of the sum over the negatives (debiased contrastive learning). Only for cosines, without ``hardness`` and
+            ``label_smoothing``, since its floor is that of a cosine.
+        margin: Leaves out negative ``j`` of query ``i`` if its guide similarity exceeds ``g_ii - margin``: more similar
+            than the positive, less a margin, it is likely a false negative. None: all negatives count.
+        relative_margin: The threshold is ``g_ii - |g_ii| * margin`` instead.
+        guide_queries: Rows of another model that judge for ``margin``, shape ``[n, e]``. Default: the rows themselves,
+            without gradient.
+        guide_keys: Rows of that model for the keys, shape ``[m, e]``; then ``negatives`` are never left out.
         where: Boolean, shape ``[n]``. False hides query ``i``, key ``i`` and the query's own negatives.
         weights: Real, shape ``[n]``. Weight of each query.
         reduction: ``"mean"`` (weighted, over queries that have a positive), ``"anchor_mean"`` (the same here),
@@ -104,24 +128,34 @@ def info_nce_loss(
     References:
         van den Oord, Li and Vinyals, "Representation Learning with Contrastive Predictive Coding", 2018,
         https://arxiv.org/abs/1807.03748, eq. 4. With temperature: He et al., "Momentum Contrast for Unsupervised
-        Visual Representation Learning", 2020, https://arxiv.org/abs/1911.05722, eq. 1.
+        Visual Representation Learning", 2020, https://arxiv.org/abs/1911.05722, eq. 1. ``key_bias``: Yi et al.,
+        "Sampling-Bias-Corrected Neural Modeling", 2019. ``class_prior``: Chuang et al., "Debiased Contrastive
+        Learning", 2020, https://arxiv.org/abs/2007.00224, eq. 8. ``margin``: Solatorio, "GISTEmbed", 2024,
+        https://arxiv.org/abs/2402.16829.
     """
+    checks.prior_alone(class_prior, hardness, label_smoothing, similarity is cosine_similarity)
     batch = query_batch(
         queries,
         keys,
-        negatives,
         temperature,
-        in_batch=in_batch,
         ids=ids,
         key_ids=key_ids,
         pair_where=pair_where,
         key_where=key_where,
-        negative_where=negative_where,
         key_bias=key_bias,
         where=where,
         weights=weights,
+        similarity=similarity,
     )
-    return contrast(batch, Options(by_position, similarity, "pair", True, reduction, block_size, precision))
+    batch = with_filter(batch, margin, guide_queries, guide_keys)
+    batch = with_extras(batch, label_smoothing=label_smoothing, class_prior=class_prior, hardness=hardness)
+    if not in_batch:
+        checks.something_to_choose(negatives, guide_keys)
+        batch = with_own_key_only(batch)
+    batch = with_negatives(batch, negatives, negative_where)
+    return contrast(
+        batch, Options(by_position, similarity, "pair", True, relative_margin, reduction, block_size, precision)
+    )
 
 
 def multiple_negatives_ranking_loss(
@@ -130,9 +164,16 @@ def multiple_negatives_ranking_loss(
     negatives: ArrayLike | None = None,
     *,
     temperature: ArrayLike = 0.05,
+    symmetric: bool = False,
     ids: ArrayLike | None = None,
     negative_where: ArrayLike | None = None,
     key_bias: ArrayLike | None = None,
+    label_smoothing: ArrayLike = 0.0,
+    hardness: ArrayLike = 0.0,
+    margin: ArrayLike | None = None,
+    relative_margin: bool = False,
+    guide_queries: ArrayLike | None = None,
+    guide_keys: ArrayLike | None = None,
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
@@ -153,10 +194,18 @@ def multiple_negatives_ranking_loss(
         positives: Rows, shape ``[n, d]``; row ``i`` belongs to anchor ``i`` and is a negative of all others.
         negatives: Hard negatives, shape ``[n, k, d]`` (``k`` found for each anchor) or ``[k, d]``.
         temperature: Dimensionless, > 0. A number, or one for each anchor, shape ``[n]``.
+        symmetric: Add the direction in which positives choose among anchors, which sees no hard negatives, and take
+            the mean of both.
         ids: Integer, shape ``[n]``. The positive of another pair of the same id is not a negative.
         negative_where: Boolean, shape ``[n, k]`` or ``[k]``, like ``negatives`` without features. False hides one, for
             rows with fewer negatives than others.
         key_bias: Real, shape ``[n]``, added to the logits of the positives, as in :func:`info_nce_loss`.
+        label_smoothing: As in :func:`info_nce_loss`.
+        hardness: As in :func:`info_nce_loss`.
+        margin: As in :func:`info_nce_loss`: GISTEmbed's false-negative filter.
+        relative_margin: As in :func:`info_nce_loss`.
+        guide_queries: Rows of the guide model for the anchors, shape ``[n, e]``.
+        guide_keys: Rows of the guide model for the positives, shape ``[n, e]``.
         where: Boolean, shape ``[n]``. False hides an anchor, its positive and its negatives.
         weights: Real, shape ``[n]``. Weight of each anchor.
         reduction: As in :func:`info_nce_loss`.
@@ -187,17 +236,49 @@ def multiple_negatives_ranking_loss(
         https://arxiv.org/abs/1705.00652, section 4.4. Reimers and Gurevych, "Sentence-BERT", 2019,
         https://arxiv.org/abs/1908.10084, and the sentence-transformers library.
     """
-    batch = query_batch(
-        anchors,
-        positives,
-        negatives,
-        temperature,
-        share_negatives=True,
+    rows, keys = checks.any_rows("anchors", anchors), checks.any_rows("positives", positives)
+    checks.equal_lengths(("anchors", "positives"), rows.shape[0], keys.shape[0])
+    if negatives is not None:
+        negatives, negative_where = _for_all(rows, checks.any_rows("negatives", negatives), negative_where, where)
+    one_way = partial(
+        info_nce_loss,
+        temperature=temperature,
         ids=ids,
-        negative_where=negative_where,
-        key_bias=key_bias,
+        label_smoothing=label_smoothing,
+        hardness=hardness,
+        margin=margin,
+        relative_margin=relative_margin,
         where=where,
         weights=weights,
-        names=("anchors", "positives"),
+        reduction=reduction,
+        similarity=similarity,
+        block_size=block_size,
+        precision=precision,
     )
-    return contrast(batch, Options(by_position, similarity, "pair", True, reduction, block_size, precision))
+    loss = one_way(
+        rows,
+        keys,
+        negatives,
+        negative_where=negative_where,
+        key_bias=key_bias,
+        guide_queries=guide_queries,
+        guide_keys=guide_keys,
+    )
+    if not symmetric:
+        return loss
+    return (loss + one_way(keys, rows, guide_queries=guide_keys, guide_keys=guide_queries)) / 2
+
+
+def _for_all(
+    anchors: jax.Array, negatives: jax.Array, negative_where: ArrayLike | None, where: ArrayLike | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Negatives found for each anchor as candidates of all, those of padding hidden."""
+    if negatives.ndim != anchors.ndim + 1:
+        return negatives, checks.mask("negative_where", negative_where, negatives.shape[:1])
+    checks.own_rows("negatives", negatives, anchors.shape[0], negatives.ndim)
+    real, shape = checks.mask("where", where, anchors.shape[:1]), negatives.shape[:2]
+    flags = checks.mask("negative_where", negative_where, shape)
+    if real is not None:
+        of_anchors = jnp.broadcast_to(real[:, None], shape)
+        flags = of_anchors if flags is None else of_anchors & flags
+    return negatives.reshape(-1, *negatives.shape[2:]), None if flags is None else flags.reshape(-1)

@@ -247,17 +247,23 @@ def _negative_distances(x: Rows, y: Rows) -> jax.Array:
     return jnp.where(coincide, 0, -jnp.sqrt(jnp.where(coincide, 1, squares)))
 
 
-def _as_computed(x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
-    return Rows(x.astype(compute_dtype(x))), Rows(y.astype(compute_dtype(y)))
+def _plain_rows(x: jax.Array) -> Rows:
+    return Rows(x.astype(compute_dtype(x)))
 
 
-def _both_unit_rows(x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
-    return _unit_rows(x), _unit_rows(y)
+def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax.Array], tuple[Rows, Rows]]:
+    """Prepare two sets of rows on their own, and once if they are the same."""
+
+    def prepare_both(x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
+        rows = prepare_rows(x)
+        return rows, rows if y is x else prepare_rows(y)
+
+    return prepare_both
 
 
 _STEPS: dict[Similarity, _Steps] = {
-    cosine_similarity: _Steps(_both_unit_rows, _products),
-    dot_product: _Steps(_as_computed, _products),
-    log1p_cosine_similarity: _Steps(_both_unit_rows, _log1p_products),
+    cosine_similarity: _Steps(_each(_unit_rows), _products),
+    dot_product: _Steps(_each(_plain_rows), _products),
+    log1p_cosine_similarity: _Steps(_each(_unit_rows), _log1p_products),
     negative_euclidean_distance: _Steps(_centered_rows, _negative_distances),
 }

@@ -1,12 +1,14 @@
 """Losses of several views of the same items: SimCLR and Contrastive-Clustering."""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.contrast import Options, Reduction, contrast
 from ntxent_jax.inputs import view_batch
 from ntxent_jax.label_losses import Denominator
+from ntxent_jax.numerics import divide_or_zero
 from ntxent_jax.pairs import by_label
 from ntxent_jax.similarities import Similarity, cosine_similarity, dot_product
 
@@ -78,9 +80,10 @@ def ntxent_views(
         https://arxiv.org/abs/2002.05709, eq. 1.
     """
     checks.choice("denominator", denominator, ("pair", "all", "negatives"))
-    batch = view_batch(*views, temperature=temperature, where=where, weights=weights)
+    batch = view_batch(*views, temperature=temperature, where=where, weights=weights, similarity=similarity)
+    one_positive = len(views) == 2
     return contrast(
-        batch, Options(by_label, similarity, denominator, len(views) == 2, reduction, block_size, precision)
+        batch, Options(by_label, similarity, denominator, one_positive, False, reduction, block_size, precision)
     )
 
 
@@ -142,4 +145,66 @@ def instance_loss(
         similarity=similarity,
         block_size=block_size,
         precision=precision,
+    )
+
+
+def cluster_loss(
+    assignments_a: ArrayLike,
+    assignments_b: ArrayLike,
+    temperature: ArrayLike = 1.0,
+    *,
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    r"""Cluster loss of Contrastive-Clustering: the columns of two soft assignments are the items.
+
+    A cluster is described by the column of its assignment probabilities, and its two views must find each other among
+    the columns of all clusters, as in :func:`ntxent_views`. Minus the entropy of the mean assignment of each view,
+
+    .. math::
+        \log k + \sum_c p_c \log p_c , \qquad p_c = \frac{\sum_i y_{ic}}{\sum_{ic'} y_{ic'}} ,
+
+    is added, 0 when all ``k`` clusters are equally full, up to ``log(k)`` when one holds everything.
+
+    Args:
+        assignments_a: Probabilities of ``k`` clusters for each row of one view, at least 0, floating, shape ``[n, k]``.
+        assignments_b: The same for the other view, shape ``[n, k]``.
+        temperature: Dimensionless, > 0, a number.
+        where: Boolean, shape ``[n]``. False hides a row.
+
+    Returns:
+        Loss in nats, shape ``[]``; float32, or float64 for float64 assignments. An empty cluster has similarity 0 to
+        all others and adds 0 to the entropy.
+
+    Raises:
+        TypeError: Assignments are not floating, or ``where`` is not boolean.
+        ValueError: The assignments differ in shape, or ``temperature`` is known beforehand and not > 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> assignments = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> print(f"{cluster_loss(assignments, assignments):.4f}")
+        0.5514
+        >>> print(f"{cluster_loss(assignments.at[:, 1].set(0.0), assignments):.4f}")
+        1.5182
+
+    References:
+        Li et al., "Contrastive Clustering", 2021, https://arxiv.org/abs/2009.09687, eq. 5 to 7, and its repository.
+    """
+    views = [
+        checks.rows(f"assignments_{side}", x, "[n, k]") for side, x in (("a", assignments_a), ("b", assignments_b))
+    ]
+    checks.views([view.shape for view in views])
+    real = checks.mask("where", where, views[0].shape[:1])
+    views = [view if real is None else jnp.where(real[:, None], view, 0) for view in views]
+    loss = ntxent_views(*(view.T for view in views), temperature=checks.one_number("temperature", temperature))
+    return loss + sum(_missing_entropy(view.astype(loss.dtype)) for view in views)
+
+
+def _missing_entropy(assignments: jax.Array) -> jax.Array:
+    """Entropy that the mean assignment lacks to that of equally full clusters."""
+    sizes = jnp.sum(assignments, axis=0)
+    share = divide_or_zero(sizes, jnp.sum(sizes))
+    some = share != 0
+    return jnp.log(jnp.asarray(share.shape[0], share.dtype)) + jnp.sum(
+        jnp.where(some, share * jnp.log(jnp.where(some, share, 1)), 0)
     )
