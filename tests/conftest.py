@@ -1,0 +1,26 @@
+"""Fixtures of all tests. The suite runs on CPU unless JAX_PLATFORMS says otherwise."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import contextlib
+
+import jax
+import pytest
+
+
+def double_precision() -> contextlib.AbstractContextManager:
+    """JAX's float64 switch as a context, whatever its place in this version of JAX."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
+@pytest.fixture
+def x64():
+    """Run the test in float64. Module wide: ``pytestmark = pytest.mark.usefixtures("x64")``."""
+    with double_precision():
+        yield
