@@ -268,11 +268,16 @@ def options(reduction: object, similarity: object, block_size: object, precision
             f"similarity must be a function (x [n, d], y [m, d]) -> [n, m], got {similarity!r}; pass for instance "
             "ntxent_jax.cosine_similarity or ntxent_jax.dot_product"
         )
+    rows_in_block(block_size)
+    if precision is not None:
+        choice("precision", precision, ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"))
+
+
+def rows_in_block(block_size: object) -> None:
+    """A number of rows, or None for the automatic choice."""
     whole = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 1
     if block_size is not None and not whole:
         raise ValueError(f"block_size must be a positive int or None (chosen automatically), got {block_size!r}")
-    if precision is not None:
-        choice("precision", precision, ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"))
 
 
 def pair_list(name: str, x: ArrayLike) -> jax.Array:

@@ -9,6 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OPTIONS = {
+    "see_a_batch.py": ["--out"],
+    "simclr_digits.py": ["--steps", "--batch-size", "--temperature", "--seed", "--out"],
+}
 
 
 def run(script: Path, *arguments: str) -> str:
@@ -20,14 +24,24 @@ def run(script: Path, *arguments: str) -> str:
 
 
 def test_there_are_examples() -> None:
-    assert [script.name for script in EXAMPLES] == ["simclr_digits.py"]
+    assert [script.name for script in EXAMPLES] == sorted(OPTIONS)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
 def test_help_names_the_options(script: Path) -> None:
     text = run(script, "--help")
-    options = ["--steps", "--batch-size", "--temperature", "--seed", "--out"]
-    assert [option for option in options if option not in text] == []
+    assert [option for option in OPTIONS[script.name] if option not in text] == []
+
+
+def assert_picture(path: Path) -> None:
+    assert path.read_bytes().startswith(b"\x89PNG"), f"{path.name} is not a picture"
+    assert path.stat().st_size > 5_000, f"{path.name} is nearly empty"
+
+
+def test_see_a_batch(tmp_path: Path) -> None:
+    out = tmp_path / "batch.png"
+    run(ROOT / "examples/see_a_batch.py", "--out", str(out))
+    assert_picture(out)
 
 
 def test_simclr_digits_with_small_settings(tmp_path: Path) -> None:
@@ -38,5 +52,4 @@ def test_simclr_digits_with_small_settings(tmp_path: Path) -> None:
     pictures = sorted(out.glob("*.png"))
     assert pictures, "no picture was written"
     for picture in pictures:
-        assert picture.read_bytes().startswith(b"\x89PNG"), f"{picture.name} is not a picture"
-        assert picture.stat().st_size > 5_000, f"{picture.name} is nearly empty"
+        assert_picture(picture)

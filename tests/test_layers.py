@@ -20,15 +20,18 @@ LAYERS = [
     ["formulas"],
     ["engine"],
     ["batch"],
+    ["two_way"],
     ["contrast", "inputs"],
     [
         "label_losses",
         "view_losses",
         "query_losses",
+        "two_tower_losses",
+        "pair_losses",
         "diagnostics",
-        "queue",
-        "gradient_cache",
-        "matryoshka",
+        "queues",
+        "caching",
+        "prefixes",
         "sampling",
         "geometry",
         "retrieval",
@@ -161,5 +164,5 @@ def test_names_of_options_are_the_same_everywhere() -> None:
         assert not {"tau", "scale", "logit_scale", "mask", "T"} & set(parameters), name
         positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         optional = [p for p in positional if parameters[p].default is not inspect.Parameter.empty]
-        allowed = {"temperature", "axis", "negatives", "candidate_labels"}
+        allowed = {"temperature", "bias", "axis", "negatives", "candidate_labels", "keys", "weights"}
         assert set(optional) <= allowed, f"{name}: {optional} must be keyword-only"
