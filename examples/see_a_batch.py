@@ -73,7 +73,7 @@ def draw_all() -> Figure:
 def main() -> None:
     """Draw and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("see_a_batch"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "outputs", help="folder of the picture")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     draw_all().savefig(out / "see_a_batch.png", dpi=100)

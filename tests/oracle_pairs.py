@@ -217,12 +217,12 @@ def info_nce_loss(
         t, logits = temperature[i], []
         for j in range(m):
             if is_negative(i, j) and not (margin is not None and guide(i, j) > limit(i)):
-                harder = hardness * similarity(fixed["queries"][i], fixed["keys"][j])
+                harder = hardness * similarity(fixed["queries"][i], fixed["keys"][j]) if hardness else 0.0
                 logits.append(similarity(queries[i], keys[j]) / t + bias[j] + harder)
         for j in np.flatnonzero(negative_real[i]):
             now = similarity(fixed["queries"][i], fixed_own[i, j])
             if margin is None or guide_queries is not None or not now > limit(i):
-                logits.append(similarity(queries[i], own[i, j]) / t + hardness * now)
+                logits.append(similarity(queries[i], own[i, j]) / t + (hardness * now if hardness else 0.0))
         positive = similarity(queries[i], keys[i]) / t + bias[i]
         terms.append([choice(positive, logits, t, label_smoothing, class_prior)])
     return reduce_terms(terms, _filled(weights, (n,), 1.0), reduction)

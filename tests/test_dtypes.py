@@ -1,5 +1,7 @@
 """Dtypes in and out, low precision against the naive formula in that precision, and the precision option."""
 
+import functools
+
 import catalog
 import inputs
 import jax
@@ -42,13 +44,13 @@ def test_dtypes_of_loss_and_gradient(name, dtype):
     assert_close(catalog.along(got, move), slope, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["info_nce own"])
 def test_float64(name, x64):
     value = CASES[name](nj, CASES[name].floats)
     assert value.dtype == jnp.float64
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["two views", "info_nce own"])
 def test_float32_stays_float32_beside_float64(name, x64):
     """The switch changes what is possible, not what comes out; a Python number has no dtype of its own."""
     value = CASES[name](nj, {**as_dtype(name, "float32"), "temperature": 0.5})
@@ -57,8 +59,10 @@ def test_float32_stays_float32_beside_float64(name, x64):
     assert gradient.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "bfloat16") for name in NAMES] + [("info_nce own", "float16"), ("info_nce own", "float32")],
+)
 def test_strict_promotion(name, dtype):
     with jax.numpy_dtype_promotion("strict"):
         value = CASES[name](nj, as_dtype(name, dtype), block_size=BLOCK)
@@ -100,15 +104,15 @@ def naive(x, labels, temperature):
     return jnp.sum(jnp.where(positive, losses, 0)) / jnp.sum(positive).astype(x.dtype)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 0.07])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "temperature"), [("float16", 0.5), ("bfloat16", 0.07), ("float32", 0.07)])
 def test_better_than_the_naive_formula(dtype, temperature, x64):
     """Errors of value and gradient, with the formula in float64 on the rounded rows as the truth."""
     labels = np.arange(64) % 16
     rows = jnp.asarray(inputs.random_rows(64, 37), dtype)
-    truth, true_gradient = jax.value_and_grad(naive)(rows.astype("float64"), labels, temperature)
-    ours, gradient = jax.value_and_grad(nj.ntxent)(rows, labels, temperature, block_size=11)
-    theirs, naive_gradient = jax.value_and_grad(naive)(rows, labels, temperature)
+    naive_step = jax.jit(jax.value_and_grad(naive), static_argnums=2)
+    truth, true_gradient = naive_step(rows.astype("float64"), labels, temperature)
+    theirs, naive_gradient = naive_step(rows, labels, temperature)
+    ours, gradient = quick_jit(jax.value_and_grad(lambda x: nj.ntxent(x, labels, temperature, block_size=11)))(rows)
     error = lambda x, y: float(np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y)))  # noqa: E731
     assert error(ours, truth) < 8e-6
     # Two parts of the gradient, of a row as an anchor and as a candidate, are rounded to the dtype it is returned in.
@@ -127,8 +131,8 @@ def test_gradients_of_shared_rows_are_summed_in_float32(x64):
         similarity = lambda x, y: (x @ y.T).astype(compute_dtype(x))  # noqa: E731
         return nj.info_nce_loss(queries, keys, temperature=2.0, similarity=similarity, block_size=block_size)
 
-    truth = jax.grad(loss)(keys.astype("float64"), queries.astype("float64"))
-    gradient = jax.grad(loss)(keys, queries, block_size=1).astype("float64")
+    truth = quick_jit(jax.grad(loss))(keys.astype("float64"), queries.astype("float64"))
+    gradient = quick_jit(jax.grad(functools.partial(loss, block_size=1)))(keys, queries).astype("float64")
     assert np.linalg.norm(gradient - truth) < 4e-3 * np.linalg.norm(truth)
 
 

@@ -39,9 +39,8 @@ def assert_picture(path: Path) -> None:
 
 
 def test_see_a_batch(tmp_path: Path) -> None:
-    out = tmp_path / "batch.png"
-    run(ROOT / "examples/see_a_batch.py", "--out", str(out))
-    assert_picture(out)
+    run(ROOT / "examples/see_a_batch.py", "--out", str(tmp_path))
+    assert_picture(tmp_path / "see_a_batch.png")
 
 
 def test_simclr_digits_with_small_settings(tmp_path: Path) -> None:

@@ -127,14 +127,13 @@ def test_any_number_of_rows_is_streamed_by_default():
 
 
 @pytest.mark.parametrize("form", ["pair", "all", "negatives", "in"])
-@pytest.mark.parametrize("block_size", [512, 64])
-def test_positives_by_negatives_are_never_formed(form, block_size):
+def test_positives_by_negatives_are_never_formed(form):
     """Case 23: 65,280 positive and 196,352 negative pairs; a table of their products has 12.8 G entries."""
     labels = np.concatenate([np.zeros(256, int), np.arange(1, 257)])
 
     def loss(x):
         if form == "in":
-            return nj.supcon_loss(x, labels, form=form, block_size=block_size)
-        return nj.ntxent(x, labels, denominator=form, block_size=block_size)
+            return nj.supcon_loss(x, labels, form=form, block_size=512)
+        return nj.ntxent(x, labels, denominator=form, block_size=512)
 
     assert bytes_of(jax.value_and_grad(loss), jax.ShapeDtypeStruct((512, 128), jnp.float32)) < 12 * 512 * 512 * 4

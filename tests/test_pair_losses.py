@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_pairs as right
 import pytest
-from against_oracle import assert_right, assert_second_order, package
+from against_oracle import assert_right, assert_second_order
 from assertions import assert_close, assert_finite, assert_nan, assert_states, assert_zero
 from catalog import REDUCTIONS, Case, quick_jit
-from jax.test_util import check_grads
 from test_memory import bytes_of
 
 import ntxent_jax as nj
@@ -36,10 +35,11 @@ WITH_CANDIDATES = PLAIN._replace(floats={**PLAIN.floats, "candidates": OTHERS})
 
 @in_float64
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("case", [PLAIN, WITH_CANDIDATES], ids=["rows", "candidates"])
-def test_against_loops(case, reduction):
+def test_against_loops(reduction):
     """Value and derivatives to rows, candidates and each anchor's temperature."""
-    assert_right(case, ({},), reduction=reduction)
+    assert_right(WITH_CANDIDATES, ({},), reduction=reduction)
+    if reduction == "mean":
+        assert_right(PLAIN, ({},), reduction=reduction)
 
 
 @in_float64
@@ -52,8 +52,6 @@ def test_every_similarity(similarity):
 @in_float64
 def test_derivatives_of_second_order():
     assert_second_order(WITH_CANDIDATES, {})
-    run = jax.jit(lambda x: package(WITH_CANDIDATES)(x, WITH_CANDIDATES.data)[0])
-    check_grads(run, (WITH_CANDIDATES.floats,), order=2, modes=["fwd", "rev"], rtol=1e-4, atol=1e-4)
 
 
 @in_float64
@@ -70,8 +68,9 @@ def test_case_36():
 
 
 @in_float64
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("among", ["themselves", "candidates"])
+@pytest.mark.parametrize(
+    ("among", "reduction"), [*(("themselves", reduction) for reduction in REDUCTIONS), ("candidates", "none")]
+)
 def test_equals_ntxent_of_the_same_pairs(among, reduction):
     """Pairs of ``pair_masks``, in any order, slots to spare: value and gradients."""
     labels, candidate_labels = np.array([3, 3, 3, -1, 8, -1, 3]), np.array([3, -1, 8, 9, 3])
@@ -128,7 +127,7 @@ def test_padded_is_trimmed():
         return nj.ntxent_pairs(x, positives, negatives, temperature=0.5)
 
     trimmed = tuple(pairs[(pairs != -1).all(1)] for pairs in (POSITIVES, NEGATIVES))
-    step = jax.value_and_grad(run)
+    step = quick_jit(jax.value_and_grad(run))
     value, gradient = step(ROWS, *trimmed)
     for filler in ([-1, -1], [-1, 0], [6, -1], [-1, 1000]):
         padded = tuple(np.concatenate([[filler] * 2, pairs[:2], [filler], pairs[2:], [filler]]) for pairs in trimmed)
@@ -167,7 +166,8 @@ def test_pairs_are_taken_as_given():
     ],
 )
 def test_an_index_out_of_range_is_nan(positives, negatives, reduction):
-    result = values(positives, negatives, reduction=reduction)
+    unused = [[-1, -1]] * 2
+    result = values((positives + unused)[:2], (negatives + unused)[:2], reduction=reduction)
     assert_nan(result[0] if reduction == "none" else result)
 
 
@@ -186,14 +186,16 @@ def test_candidates_have_their_own_range():
     assert_nan(nj.ntxent_pairs(OTHERS, [[M, 6]], [[0, 6]], candidates=ROWS))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_empty_lists(reduction):
     """Without positives 0 with gradient 0; without negatives too, though the pairs count."""
-    step = jax.value_and_grad(
-        lambda x, p, n: jnp.sum(nj.ntxent_pairs(x, p, n, reduction=reduction)), allow_int=True, argnums=0
-    )
-    unused = -np.ones((3, 2), int)
-    for positives, negatives in ((EMPTY, EMPTY), (POSITIVES, EMPTY), (EMPTY, NEGATIVES), (unused, unused)):
+    step = quick_jit(jax.value_and_grad(lambda x, p, n: jnp.sum(nj.ntxent_pairs(x, p, n, reduction=reduction))))
+    for positives, negatives in (
+        (EMPTY, EMPTY),
+        (POSITIVES, EMPTY),
+        (EMPTY, NEGATIVES),
+        (0 * POSITIVES - 1, NEGATIVES),
+    ):
         assert_zero(step(jnp.float32(ROWS), positives, negatives))
 
 
@@ -217,7 +219,7 @@ def test_indices_of_any_integer_dtype(dtype):
 
 def test_zero_nan_and_infinite_rows():
     """Only rows that are named matter; a named NaN or inf is never hidden; a row of zeros is similar to nothing."""
-    step = jax.jit(jax.value_and_grad(lambda x: nj.ntxent_pairs(x, POSITIVES, NEGATIVES, temperature=0.5)))
+    step = quick_jit(jax.value_and_grad(lambda x: nj.ntxent_pairs(x, POSITIVES, NEGATIVES, temperature=0.5)))
     rows = np.float32(ROWS)
     value, gradient = step(rows)
     assert_zero(gradient[5:])
@@ -240,10 +242,10 @@ def test_zero_nan_and_infinite_rows():
 
 
 def test_half_precision_and_low_temperature():
-    run = jax.jit(
+    run = quick_jit(
         jax.value_and_grad(lambda x, t: nj.ntxent_pairs(x, POSITIVES, NEGATIVES, temperature=t), argnums=(0, 1))
     )
-    for dtype in ("float16", "bfloat16", "float32"):
+    for dtype in ("float16", "bfloat16"):
         rows = jnp.asarray(ROWS, dtype)
         for temperature in (0.5, 1e-3):
             value, gradients = run(rows, temperature)
