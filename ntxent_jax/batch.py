@@ -131,7 +131,7 @@ def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
     """Fill in the defaults, hide the padding, and do once per row what can be done once."""
     dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
     where = jnp.ones(items, jnp.bool_) if batch.members.where is None else batch.members.where
-    weights = jnp.ones(items, dtype) if batch.weights is None else jnp.where(where, batch.weights.astype(dtype), 0)
+    weights = jnp.where(where, jnp.ones(items, dtype) if batch.weights is None else batch.weights.astype(dtype), 0)
     temperature = jnp.where(where, batch.temperature.astype(dtype), 1)
     temperature = jnp.where(temperature > 0, temperature, jnp.nan)
     members = batch.members._replace(id=None)

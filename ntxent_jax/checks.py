@@ -140,13 +140,15 @@ def one_number(name: str, x: ArrayLike) -> jax.Array:
 
 
 def option(name: str, x: ArrayLike, low: float, high: float) -> jax.Array | None:
-    """A number in ``[low, high)``; None if it is known on the host to be 0."""
+    """A number in ``[low, high)``, NaN if it is traced and not; None if it is known on the host to be 0."""
     if isinstance(x, (int, float, np.generic)):
         if not low <= x < high:
             raise ValueError(f"{name} must be at least {low:g} and below {high:g}, got {x}")
         if x == 0:
             return None
-    return scalar(name, x)
+    result = scalar(name, x)
+    assert result is not None
+    return jnp.where((result >= low) & (result < high), result, jnp.nan)
 
 
 def same_rows(**named: jax.Array) -> list[jax.Array]:
@@ -284,13 +286,18 @@ def pair_list(name: str, x: ArrayLike) -> jax.Array:
     """Pairs of row numbers."""
     result = array(name, x)
     if result.size == 0:
-        result = result.astype(jnp.int32)
+        result = jnp.zeros((0, 2), jnp.int32)
     if not jnp.issubdtype(result.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers (anchor row, candidate row), got {result.dtype}")
     if result.ndim != 2 or result.shape[1] != 2:
         raise ValueError(
             f"{name} must have shape [p, 2], each row (anchor row, candidate row), got {list(result.shape)}"
         )
+    if result.dtype.itemsize < 4:
+        return result.astype(jnp.int32)
+    if jnp.issubdtype(result.dtype, jnp.unsignedinteger):  # Holds no -1, and must not become one.
+        signed = np.dtype(f"int{8 * result.dtype.itemsize}")
+        result = jnp.minimum(result, np.iinfo(signed).max).astype(signed)
     return result
 
 

@@ -11,7 +11,7 @@ from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
 from ntxent_jax.engine import map_rows, rows_per_block, sum_over_rows
 from ntxent_jax.formulas import Extras, Form, Sums, Terms, Tile, one_term, row_terms
-from ntxent_jax.numerics import divide_or_zero
+from ntxent_jax.numerics import divide_or_zero, divide_scores
 from ntxent_jax.pairs import PairMasks, Rule
 from ntxent_jax.similarities import Similarity, compare, compare_own, is_builtin
 from ntxent_jax.two_way import TwoWayTile, both_ways
@@ -119,16 +119,16 @@ def tile(own: Anchors, others: Candidates, options: Options) -> Tile:
         positive, negative = own.own.where & own.own.positive, own.own.where & ~own.own.positive
         masks = PairMasks(_beside(masks.positive, positive), _beside(masks.negative, negative))
     if others.margin is not None:
-        masks = _filtered(similarities, masks, own, others, others.margin, options)
+        similarities, masks = _filtered(similarities, masks, own, others, others.margin, options)
     added, lowest = _added_logits(similarities, masks, own, others), -1 / own.temperature
     if added is None:
         return Tile(similarities, masks, own.temperature, lowest)
-    return Tile(similarities / own.temperature[:, None] + added, masks, jnp.ones_like(lowest), lowest)
+    return Tile(divide_scores(similarities, own.temperature) + added, masks, jnp.ones_like(lowest), lowest)
 
 
 def _filtered(
     similarities: jax.Array, masks: PairMasks, own: Anchors, others: Candidates, margin: jax.Array, options: Options
-) -> PairMasks:
+) -> tuple[jax.Array, PairMasks]:
     """Leave out negatives that a guide, or the batch itself, finds closer than the positive, less a margin."""
     guide = similarities
     if own.guide is not None and others.guide is not None:
@@ -138,7 +138,8 @@ def _filtered(
     guide = lax.stop_gradient(guide)
     right = jnp.sum(jnp.where(masks.positive, guide, 0), axis=1, keepdims=True)
     threshold = right - (jnp.abs(right) * margin if options.relative_margin else margin)
-    return PairMasks(masks.positive, masks.negative & ~(guide > threshold))
+    unjudged = jnp.isnan(guide) | jnp.isnan(right)  # A guide's NaN is passed on, not taken for a verdict.
+    return jnp.where(unjudged, jnp.nan, similarities), PairMasks(masks.positive, masks.negative & ~(guide > threshold))
 
 
 def _added_logits(similarities: jax.Array, masks: PairMasks, own: Anchors, others: Candidates) -> jax.Array | None:
@@ -149,7 +150,8 @@ def _added_logits(similarities: jax.Array, masks: PairMasks, own: Anchors, other
         if own.own is not None and own.own.bias is not None:
             added = _beside(added, own.own.bias)
     if others.hardness is not None:
-        harder = jnp.where(masks.negative, others.hardness * lax.stop_gradient(similarities), 0)
+        harder = masks.negative & (similarities != -jnp.inf)
+        harder = jnp.where(harder, others.hardness * lax.stop_gradient(jnp.where(harder, similarities, 0)), 0)
         added = harder if added is None else added + harder
     return added
 

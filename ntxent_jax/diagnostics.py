@@ -159,9 +159,10 @@ def _statistics(batch: Batch, similarity: Similarity, block_size: int | None) ->
         rows = map_rows(partial(_row_statistics, similarity=similarity), anchors, candidates, block)
     counts = anchors.where & (rows["num_positives"] > 0)
     total = {name: jnp.sum(jnp.where(anchors.where, value, 0)) for name, value in rows.items()}
-    num_anchors, with_negatives = jnp.sum(counts), jnp.sum(anchors.where & (rows["num_negatives"] > 0))
+    counted = (counts, anchors.where & (rows["num_negatives"] > 0))
+    num_anchors, with_negatives = (jnp.sum(flags).astype(rows["right"].dtype) for flags in counted)
     return BatchStatistics(
-        num_anchors=num_anchors.astype(rows["right"].dtype),
+        num_anchors=num_anchors,
         num_positives=total["num_positives"],
         num_negatives=total["num_negatives"],
         positive_similarity=divide_or_nan(total["positive"], total["num_positives"]),

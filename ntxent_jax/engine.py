@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ntxent_jax.numerics import compute_dtype
+
 Tree = Any
 SumFunction = Callable[..., tuple[jax.Array, Tree]]
 MapFunction = Callable[..., Tree]
@@ -77,17 +79,12 @@ def _streamed_sum(f: SumFunction) -> SumFunction:
             of_own, of_shared = pull_back(jnp.ones_like(value))
             return [total + g for total, g in zip(gradient, of_shared, strict=True)], (value, rows, of_own)
 
-        start = [jnp.zeros_like(x, dtype=accumulator(x)) for x in shared_floats]
+        start = [jnp.zeros_like(x, dtype=compute_dtype(x)) for x in shared_floats]
         of_shared, (values, rows, of_blocks) = lax.scan(visit, start, blocks)
         tangent = inner_product([*of_blocks, *of_shared], moved(primals, tangents))
         return (jnp.sum(values), rows), (tangent, jax.tree.map(_no_tangent, rows))
 
     return run
-
-
-def accumulator(x: jax.Array) -> Any:
-    """Dtype in which derivatives are summed over blocks."""
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _is_float(x: jax.Array) -> bool:

@@ -22,10 +22,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntxent_jax.numerics import LogSum, masked_log_sum, softplus
+from ntxent_jax.numerics import LogSum, divide_scores, masked_log_sum, softplus
 from ntxent_jax.pairs import PairMasks
 
 Form = Literal["pair", "all", "negatives", "in", "sigmoid"]
+
+# Its exponential is finite in float32, and times any prior that matters it is more than 1.
+_LARGE_LOGIT = 80
 
 
 class Terms(NamedTuple):
@@ -138,9 +141,9 @@ def _debiased(excess: jax.Array, number: jax.Array, floor: jax.Array, prior: jax
     """
     some = number > 0
     log_number = jnp.log(jnp.where(some, number, 1))
-    log_share = log_number + jnp.log(prior) - excess
-    all_of_it = log_share >= 0  # False for NaN, which must stay NaN.
-    rest = excess - jnp.log1p(-prior) + jnp.log1p(-jnp.exp(jnp.where(all_of_it, -1, log_share)))
+    share = prior * jnp.exp(jnp.minimum(log_number - excess, _LARGE_LOGIT))
+    all_of_it = share >= 1  # False for NaN, which must stay NaN.
+    rest = excess - jnp.log1p(-prior) + jnp.log1p(-jnp.where(all_of_it, 0, share))
     return jnp.where(some, jnp.maximum(jnp.where(all_of_it, -jnp.inf, rest), log_number + floor), -jnp.inf)
 
 
@@ -164,7 +167,7 @@ def _several_terms(tile: Tile, negatives: LogSum, form: Form) -> jax.Array:
 
 def _sigmoid_terms(tile: Tile, extras: Extras) -> Terms:
     scores, (positive, negative), temperature, _ = tile
-    logits = jnp.where(positive | negative, scores, 0) / temperature[:, None]
+    logits = divide_scores(jnp.where(positive | negative, scores, 0), temperature)
     logits = logits if extras.sigmoid_bias is None else logits + extras.sigmoid_bias
     losses = softplus(jnp.where(positive, -logits, logits))
     number = jnp.any(positive, axis=-1).astype(scores.dtype)

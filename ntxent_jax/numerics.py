@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 
-def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
+def compute_dtype(*arrays: jax.Array) -> np.dtype[np.floating]:
     """Dtype in which logits, sums and losses are computed: float32, or float64 if any of the arrays is."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    return np.dtype(np.float64 if any(x.dtype == np.float64 for x in arrays) else np.float32)
 
 
 class LogSum(NamedTuple):
@@ -55,6 +55,12 @@ def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -
     shifted = jnp.where(mask, scores - maximum[:, None], 0) / temperature[:, None]
     total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
     return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+def divide_scores(scores: jax.Array, temperature: jax.Array) -> jax.Array:
+    """``scores / temperature`` with a temperature for each row, and gradient 0 for a score of ``-inf``."""
+    absent = scores == -jnp.inf
+    return jnp.where(absent, -jnp.inf, jnp.where(absent, 0, scores) / temperature[:, None])
 
 
 def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temperature: jax.Array) -> LogSum:

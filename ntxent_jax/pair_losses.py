@@ -101,8 +101,11 @@ def _evaluate(
     precision: str | None,
 ) -> jax.Array:
     n, dtype = anchors.shape[0], compute_dtype(anchors)
-    valid = (temperature > 0) & _in_range(positives, n, others.shape[0]) & _in_range(negatives, n, others.shape[0])
-    temperature = jnp.broadcast_to(jnp.where(valid, temperature.astype(dtype), jnp.nan), (n,))
+    exist = _in_range(positives, n, others.shape[0]) & _in_range(negatives, n, others.shape[0])
+    wrong = jnp.where(exist, 0, jnp.nan).astype(dtype)
+    if 0 in (n, others.shape[0]):
+        return jnp.zeros((n,) if reduction == "none" else (), dtype) + wrong
+    temperature = jnp.broadcast_to(jnp.where(temperature > 0, temperature.astype(dtype), jnp.nan) + wrong, (n,))
     with jax.default_matmul_precision(matmul_precision(precision, anchors)):
         rival_scores, rival_used = _pair_scores(anchors, others, negatives, similarity)
         scores, used = _pair_scores(anchors, others, positives, similarity)
@@ -111,13 +114,12 @@ def _evaluate(
     excess = LogSum(*(part[of_pair] for part in rivals)).over(scores, temperature[of_pair])
     terms = jnp.where(used, softplus(jnp.where(used, excess, 0)), 0)
     number = used.astype(dtype)
-    if reduction == "sum":
-        return jnp.sum(terms)
-    if reduction == "mean":
-        return divide_or_zero(jnp.sum(terms), jnp.sum(number))
+    if reduction in ("sum", "mean"):
+        total = jnp.sum(terms)
+        return wrong + (total if reduction == "sum" else divide_or_zero(total, jnp.sum(number)))
     total, numbers = (jax.ops.segment_sum(x, of_pair, n) for x in (terms, number))
     rows = divide_or_zero(total, numbers)
-    return rows if reduction == "none" else divide_or_zero(jnp.sum(rows), jnp.sum(numbers > 0).astype(dtype))
+    return wrong + (rows if reduction == "none" else divide_or_zero(jnp.sum(rows), jnp.sum(numbers > 0).astype(dtype)))
 
 
 _compiled = jax.jit(_evaluate, static_argnums=(5, 6, 7))

@@ -71,7 +71,7 @@ def clip_loss(
         The second and third image are one picture, each a right answer to the other's caption:
 
         >>> print(f"{clip_loss(images, texts, temperature=0.5, ids=jnp.array([0, 1, 1])):.4f}")
-        0.3951
+        0.5003
 
     References:
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021,
@@ -135,9 +135,9 @@ def siglip_loss(
             :func:`ntxent`.
 
     Example:
-        >>> import jax.numpy as jnp
         Eight pairs whose similarities are all 0, at two starts of the bias:
 
+        >>> import jax.numpy as jnp
         >>> images, texts = jnp.eye(8, 16), jnp.eye(8, 16, k=8)
         >>> print(f"{siglip_loss(images, texts):.4f} {siglip_loss(images, texts, bias=-jnp.log(7.0)):.4f}")
         10.0004 3.0142

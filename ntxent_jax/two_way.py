@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ntxent_jax.engine import accumulator, floats, inner_product, join, length, moved, split
+from ntxent_jax.engine import floats, inner_product, join, length, moved, split
 from ntxent_jax.formulas import Sums, sums
-from ntxent_jax.numerics import LogSum, grown_log_sum
+from ntxent_jax.numerics import LogSum, compute_dtype, grown_log_sum
 from ntxent_jax.pairs import PairMasks
 
 Tree = Any
@@ -92,7 +92,7 @@ def _streamed(f: TileFunction, finish: Finish) -> Callable[[Tree, Tree, Tree], j
             of_own, of_shared = jax.grad(moved_part, argnums=(0, 1))(own_floats, shared_floats)
             return [total + g for total, g in zip(gradient, of_shared, strict=True)], of_own
 
-        start = [jnp.zeros_like(x, dtype=accumulator(x)) for x in shared_floats]
+        start = [jnp.zeros_like(x, dtype=compute_dtype(x)) for x in shared_floats]
         of_shared, of_blocks = lax.scan(visit, start, (blocks, rows, by_rows))
         return value, inner_product([*of_blocks, *of_shared, *of_rest], moved(primals, tangents))
 

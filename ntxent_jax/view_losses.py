@@ -173,7 +173,7 @@ def cluster_loss(
 
     Returns:
         Loss in nats, shape ``[]``; float32, or float64 for float64 assignments. An empty cluster has similarity 0 to
-        all others and adds 0 to the entropy.
+        all others and adds 0 to the entropy. 0 with gradient 0 if no row is real.
 
     Raises:
         TypeError: Assignments are not floating, or ``where`` is not boolean.
@@ -197,7 +197,8 @@ def cluster_loss(
     real = checks.mask("where", where, views[0].shape[:1])
     views = [view if real is None else jnp.where(real[:, None], view, 0) for view in views]
     loss = ntxent_views(*(view.T for view in views), temperature=checks.one_number("temperature", temperature))
-    return loss + sum(_missing_entropy(view.astype(loss.dtype)) for view in views)
+    loss += sum(_missing_entropy(view.astype(loss.dtype)) for view in views)
+    return loss if real is None else jnp.where(jnp.any(real), loss, 0)
 
 
 def _missing_entropy(assignments: jax.Array) -> jax.Array:

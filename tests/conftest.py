@@ -5,9 +5,20 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import contextlib
+import gc
 
 import jax
 import pytest
+
+# Tracing makes many long-lived objects, and looking for cycles among them again and again takes minutes of the suite.
+gc.set_threshold(100_000, 50, 50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_programs_of_other_modules():
+    """Free the compiled programs of a module after its tests: thousands of them would fill the memory."""
+    yield
+    jax.clear_caches()
 
 
 def double_precision() -> contextlib.AbstractContextManager:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ntxent_jax import EmbeddingQueue, queue_init, queue_push
-from ntxent_jax import m_per_class_batches
+from ntxent_jax import EmbeddingQueue, m_per_class_batches, queue_init, queue_push
 
 ocp = pytest.importorskip("orbax.checkpoint")
 

@@ -14,8 +14,7 @@ from catalog import CASES, SOME_CASES, directions, moved
 from inputs import L2, A, B, X
 
 import ntxent_jax as nj
-from ntxent_jax import matryoshka
-from ntxent_jax import queue_init, queue_push
+from ntxent_jax import matryoshka, queue_init, queue_push
 
 in_float64 = pytest.mark.usefixtures("x64")
 DIMS, WEIGHTS = (3, 2), (0.5, 2.0)

@@ -87,7 +87,7 @@ def test_check_grads(loss, block_size):
     """Modes mixed in every order."""
     weights = {"weights": WEIGHTS}
     floats = {name: x for name, x in ALL[loss].floats.items() if name != "weights"}
-    run = quick_jit(lambda x: package(ALL[loss], block_size=block_size)({**x, **weights}, ALL[loss].data)[0])
+    run = jax.jit(lambda x: package(ALL[loss], block_size=block_size)({**x, **weights}, ALL[loss].data)[0])
     check_grads(run, (floats,), order=2, modes=["fwd", "rev"], rtol=1e-4, atol=1e-4)
 
 
