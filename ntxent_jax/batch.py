@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ntxent_jax.formulas import Extras
-from ntxent_jax.numerics import compute_dtype
+from ntxent_jax.numerics import Level, compute_dtype
 from ntxent_jax.pairs import Members, with_positions
 from ntxent_jax.similarities import Rows, Similarity, prepare
 
@@ -116,7 +116,18 @@ class Anchors(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Candidates ready to be met by any block of anchors, and the numbers that all of them share."""
+    """Candidates ready to be met by any block of anchors, and the numbers that all of them share.
+
+    Attributes:
+        rows: Prepared for the similarity.
+        members: Labels, flags and ids.
+        bias: As in :class:`Batch`.
+        guide: Rows of a guide model, prepared, or None.
+        margin: As in :class:`Filter`, or None.
+        hardness: As in :class:`Batch`.
+        extras: As in :class:`Batch`.
+        level: Of their similarities to the anchors, or None.
+    """
 
     rows: Rows
     members: Members
@@ -125,6 +136,7 @@ class Candidates(NamedTuple):
     margin: jax.Array | None
     hardness: jax.Array | None
     extras: Extras
+    level: Level | None = None
 
 
 def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:

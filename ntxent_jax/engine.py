@@ -7,22 +7,26 @@ Streamed, the anchors are visited in blocks under ``lax.scan``. A block sees who
 part of the sum and the derivative of that part come out of one visit, and no array of that size ever exists.
 """
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from ntxent_jax.numerics import compute_dtype
 
 Tree = Any
+T = TypeVar("T")
+Moving = list[list[bool]]
 SumFunction = Callable[..., tuple[jax.Array, Tree]]
 MapFunction = Callable[..., Tree]
 
 # Scores held at once when the user gives no block size: a few megabytes, so that a block's passes stay in cache.
-_SCORES = 1 << 20
+_SCORES = 1 << 21
 
 
 def rows_per_block(n: int, m: int, block_size: int | None) -> int:
@@ -55,57 +59,103 @@ def map_rows(f: MapFunction, anchors: Tree, candidates: Tree, block: int) -> Tre
 
 
 def _streamed_sum(f: SumFunction) -> SumFunction:
-    """``f`` summed over blocks, with a derivative that is found in the same visits as the value.
+    """``f`` summed over blocks, with a derivative that is found in the same visits as the value."""
 
-    Its tangent is the inner product of that derivative with the tangents of the inputs, which JAX can transpose, vmap
-    and differentiate again in either mode; a custom_vjp would forbid forward mode.
-    """
-
-    @jax.custom_jvp
     def run(blocks: Tree, shared: Tree) -> tuple[jax.Array, Tree]:
         values, rows = lax.map(lambda own: f(*own, *shared), blocks)
         return jnp.sum(values), rows
 
-    @run.defjvp
-    def run_with_derivative(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-        blocks, shared = primals
-        shared_floats, with_shared = floats(shared)
+    def with_gradient(moving: Moving, blocks: Tree, shared: Tree) -> tuple[jax.Array, Tree, list[jax.Array]]:
+        of_blocks, of_shared = moving
+        shared_floats, with_shared = chosen(shared, of_shared)
 
         def visit(gradient: list[jax.Array], own: Tree) -> tuple[list[jax.Array], Tree]:
-            own_floats, with_own = floats(own)
+            own_floats, with_own = chosen(own, of_blocks)
             value, pull_back, rows = jax.vjp(
                 lambda x, y: f(*with_own(x), *with_shared(y)), own_floats, shared_floats, has_aux=True
             )
-            of_own, of_shared = pull_back(jnp.ones_like(value))
-            return [total + g for total, g in zip(gradient, of_shared, strict=True)], (value, rows, of_own)
+            by_own, by_shared = pull_back(jnp.ones_like(value))
+            return [total + g for total, g in zip(gradient, by_shared, strict=True)], (value, rows, by_own)
 
         start = [jnp.zeros_like(x, dtype=compute_dtype(x)) for x in shared_floats]
-        of_shared, (values, rows, of_blocks) = lax.scan(visit, start, blocks)
-        tangent = inner_product([*of_blocks, *of_shared], moved(primals, tangents))
-        return (jnp.sum(values), rows), (tangent, jax.tree.map(_no_tangent, rows))
+        by_shared, (values, rows, by_blocks) = lax.scan(visit, start, blocks)
+        return jnp.sum(values), rows, [*by_blocks, *by_shared]
 
-    return run
+    return with_derivative(run, with_gradient)
+
+
+def with_derivative(
+    run: SumFunction, with_gradient: Callable[..., tuple[jax.Array, Tree, list[jax.Array]]]
+) -> SumFunction:
+    """A scalar function of pytrees, whose gradient is computed together with its value.
+
+    Its tangent is the inner product of that gradient with the tangents of the inputs, which JAX can transpose, vmap
+    and differentiate again in either mode; a custom_vjp would forbid forward mode.
+
+    Args:
+        run: ``(*inputs) -> (value, rows)``, where the rows have no derivative.
+        with_gradient: ``(moving, *inputs) -> (value, rows, gradient)``, where ``moving`` tells of each leaf of each
+            input whether its gradient is wanted, and the gradient has an array for each that is.
+    """
+    function: jax.custom_jvp[Any] = jax.custom_jvp(run)
+
+    def rule(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
+        pairs = [list(zip(*map(jax.tree.leaves, pair), strict=True)) for pair in zip(primals, tangents, strict=True)]
+        moving = [[_is_float(x) and not isinstance(t, SymbolicZero) for x, t in leaves] for leaves in pairs]
+        value, rows, gradient = with_gradient(moving, *primals)
+        moved = [t for x, t in itertools.chain(*pairs) if _is_float(x) and not isinstance(t, SymbolicZero)]
+        return (value, rows), (inner_product(gradient, moved), jax.tree.map(_no_tangent, rows))
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
+
+
+def sum_of_either(flag: jax.Array, one: SumFunction, other: SumFunction, inputs: Tree) -> tuple[jax.Array, Tree]:
+    """``one(inputs)`` if the flag is True, else ``other(inputs)``: the other costs nothing, nor does its derivative.
+
+    Each returns a scalar and rows that have no derivative.
+    """
+
+    def run(flag: jax.Array, inputs: Tree) -> tuple[jax.Array, Tree]:
+        return either(flag, one, other, inputs)
+
+    def with_gradient(moving: Moving, flag: jax.Array, inputs: Tree) -> tuple[jax.Array, Tree, list[jax.Array]]:
+        return either(flag, value_and_gradient(one, moving[1]), value_and_gradient(other, moving[1]), inputs)
+
+    return with_derivative(run, with_gradient)(flag, inputs)
+
+
+def either(flag: jax.Array, one: Callable[[Tree], T], other: Callable[[Tree], T], inputs: Tree) -> T:
+    """``lax.cond`` with a type."""
+    result: T = lax.cond(flag, one, other, inputs)
+    return result
+
+
+def value_and_gradient(f: SumFunction, which: list[bool]) -> Callable[[Tree], tuple[jax.Array, Tree, list[jax.Array]]]:
+    """Value, rows and gradient by some leaves of a function that returns a scalar and rows without derivative."""
+
+    def result(inputs: Tree) -> tuple[jax.Array, Tree, list[jax.Array]]:
+        leaves, with_leaves = chosen(inputs, which)
+        value, pull_back, rows = jax.vjp(lambda x: f(with_leaves(x)), leaves, has_aux=True)
+        return value, rows, pull_back(jnp.ones_like(value))[0]
+
+    return result
 
 
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def floats(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-    """The floating leaves of a pytree, and how to put others in their place."""
+def chosen(tree: Tree, which: list[bool]) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
+    """Some leaves of a pytree, and how to put others in their place."""
     leaves, structure = jax.tree.flatten(tree)
+    flagged = list(zip(leaves, which, strict=True))
 
     def replace(others: list[jax.Array]) -> Tree:
         new = iter(others)
-        return jax.tree.unflatten(structure, [next(new) if _is_float(x) else x for x in leaves])
+        return jax.tree.unflatten(structure, [next(new) if taken else x for x, taken in flagged])
 
-    return [x for x in leaves if _is_float(x)], replace
-
-
-def moved(primals: Tree, tangents: Tree) -> list[jax.Array]:
-    """Tangents of the floating leaves of the primals."""
-    pairs = zip(jax.tree.leaves(primals), jax.tree.leaves(tangents), strict=True)
-    return [t for x, t in pairs if _is_float(x)]
+    return [x for x, taken in flagged if taken], replace
 
 
 def _no_tangent(x: jax.Array) -> Any:

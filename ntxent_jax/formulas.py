@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntxent_jax.numerics import LogSum, divide_scores, masked_log_sum, softplus
+from ntxent_jax.numerics import Level, LogSum, divide_scores, masked_log_sum, softplus
 from ntxent_jax.pairs import PairMasks
 
 Form = Literal["pair", "all", "negatives", "in", "sigmoid"]
@@ -43,6 +43,18 @@ class Terms(NamedTuple):
     number: jax.Array
 
 
+class Only(NamedTuple):
+    """The one positive that an anchor may have, where it is known without a look at all pairs.
+
+    Attributes:
+        score: Its score, shape ``[n]``; of no meaning where there is none.
+        exists: Boolean, shape ``[n]``.
+    """
+
+    score: jax.Array
+    exists: jax.Array
+
+
 class Tile(NamedTuple):
     """Some anchors against all of their candidates; logits are ``scores / temperature``.
 
@@ -51,12 +63,16 @@ class Tile(NamedTuple):
         masks: Positives and negatives, shape ``[n, m]``.
         temperature: Shape ``[n]``.
         lowest: Logit of a cosine of -1, shape ``[n]``.
+        only: The positive of each anchor, if it can have but one and that is known; else None.
+        level: Of the scores, or None.
     """
 
     scores: jax.Array
     masks: PairMasks
     temperature: jax.Array
     lowest: jax.Array
+    only: Only | None = None
+    level: Level | None = None
 
 
 class Extras(NamedTuple):
@@ -73,20 +89,32 @@ class Extras(NamedTuple):
     sigmoid_bias: jax.Array | None = None
 
 
-class Sums(NamedTuple):
-    """All that the loss of an anchor with one positive needs to know of its candidates, each of shape ``[n]``.
+class Negatives(NamedTuple):
+    """All that the loss of an anchor needs to know of its negatives, each of shape ``[n]``.
 
     Attributes:
-        positive: Score of the positive.
-        negatives: Log-sum of the negatives.
-        number: Number of the negatives.
-        total: Sum of the scores of the negatives.
+        log_sum: Log-sum of their scores.
+        number: How many they are.
+        total: Sum of their scores.
     """
 
-    positive: jax.Array
-    negatives: LogSum
+    log_sum: LogSum
     number: jax.Array
     total: jax.Array
+
+
+class Positives(NamedTuple):
+    """All that the loss of an anchor needs to know of several positives, each of shape ``[n]``.
+
+    Attributes:
+        log_sum: Log-sum of their scores.
+        number: How many they are.
+        below: Sum of what they lie below the maximum of the log-sum.
+    """
+
+    log_sum: LogSum
+    number: jax.Array
+    below: jax.Array
 
 
 def row_terms(tile: Tile, form: Form, one_positive: bool, extras: Extras) -> Terms:
@@ -96,42 +124,92 @@ def row_terms(tile: Tile, form: Form, one_positive: bool, extras: Extras) -> Ter
     """
     if form == "sigmoid":
         return _sigmoid_terms(tile, extras)
-    scores, (positive, negative), temperature, lowest = tile
-    number = jnp.sum(positive, axis=-1).astype(scores.dtype)
-    negatives = masked_log_sum(scores, negative, temperature)
+    scores, masks, temperature, lowest, only, level = tile
+    negatives = negatives_of(scores, masks.negative, temperature, level=level)
+    if one_positive:
+        only = only or only_positive(scores, masks.positive)
+        total = one_term(only.score, negatives, temperature, form, extras, lowest)
+        number = only.exists.astype(scores.dtype)
+    elif form == "pair":
+        total = pair_terms(scores, masks.positive, negatives.log_sum, temperature)
+        number = number_of(masks.positive, scores.dtype)
+    else:
+        positives = positives_of(scores, masks.positive, temperature, level)
+        total, number = several_terms(positives, negatives.log_sum, temperature, form), positives.number
+    return counted(total, number, negatives.log_sum, form)
+
+
+def counted(total: jax.Array, number: jax.Array, negatives: LogSum, form: Form) -> Terms:
+    """Terms of anchors that have ``number`` positives: none for those that do not count."""
     if form == "negatives":
         number = jnp.where(negatives.log_sum != -jnp.inf, number, 0)
-    if one_positive:
-        total = one_term(sums(scores, tile.masks, temperature), temperature, form, extras, lowest)
-    else:
-        total = _several_terms(tile, negatives, form)
     return Terms(jnp.where(number > 0, total, 0), jnp.minimum(number, 1) if form == "in" else number)
 
 
-def one_term(of: Sums, temperature: jax.Array, form: Form, extras: Extras, lowest: jax.Array) -> jax.Array:
+def one_term(
+    positive: jax.Array, negatives: Negatives, temperature: jax.Array, form: Form, extras: Extras, lowest: jax.Array
+) -> jax.Array:
     """The term of every anchor that has one positive, shape ``[n]``; of no meaning for an anchor that has none."""
-    excess = of.negatives.over(of.positive, temperature)
+    excess = negatives.log_sum.over(positive, temperature)
     if form == "negatives":
         return excess
     if extras.class_prior is not None:
-        floor = lowest - of.positive / temperature
-        return softplus(_debiased(excess, of.number, floor, extras.class_prior))
+        floor = lowest - positive / temperature
+        return softplus(_debiased(excess, negatives.number, floor, extras.class_prior))
     loss = softplus(excess)
     if extras.label_smoothing is not None:
         # A - (1 - e) s_p - e mean(s) = (A - s_p) + e (s_p - mean(s)), the mean over the negatives and the positive.
-        above_mean = (of.number * of.positive - of.total) / (of.number + 1) / temperature
+        above_mean = (negatives.number * positive - negatives.total) / (negatives.number + 1) / temperature
         loss = loss + extras.label_smoothing * above_mean
     return loss
 
 
-def sums(scores: jax.Array, masks: PairMasks, temperature: jax.Array) -> Sums:
-    """Sums along the last axis."""
-    return Sums(
-        jnp.sum(jnp.where(masks.positive, scores, 0), axis=-1),
-        masked_log_sum(scores, masks.negative, temperature),
-        jnp.sum(masks.negative, axis=-1).astype(scores.dtype),
-        jnp.sum(jnp.where(masks.negative, scores, 0), axis=-1),
-    )
+def pair_terms(
+    scores: jax.Array, positive: jax.Array, negatives: LogSum, temperature: jax.Array, axis: int = 1
+) -> jax.Array:
+    """Sum of the terms of form ``pair`` over the positives ``[n, m]`` along an axis."""
+    maximum, log_sum, temperature = (jnp.expand_dims(x, axis) for x in (*negatives, temperature))
+    excess = LogSum(maximum, log_sum).over(jnp.where(positive, scores, maximum), temperature)
+    return jnp.sum(jnp.where(positive, softplus(excess), 0), axis)
+
+
+def several_terms(positives: Positives, negatives: LogSum, temperature: jax.Array, form: Form) -> jax.Array:
+    """Sum of the terms of every anchor in the other forms, shape ``[n]``."""
+    (highest, log_sum), number, below = positives
+    some = log_sum != -jnp.inf
+    if form == "negatives":
+        return number * negatives.over(highest, temperature) + below / temperature
+    # A = P + softplus(N - P), with P the log-sum of the positives.
+    log_sum = jnp.where(some, log_sum, 0)
+    rest = softplus(negatives.over(highest, temperature) - log_sum)
+    if form == "in":
+        return jnp.where(some | (number == 0), rest + jnp.log(jnp.maximum(number, 1)), jnp.inf)
+    return below / temperature + number * (log_sum + rest)
+
+
+def negatives_of(
+    scores: jax.Array, mask: jax.Array, temperature: jax.Array, axis: int = 1, level: Level | None = None
+) -> Negatives:
+    """What anchors need to know of their negatives, which lie along an axis of ``[n, m]``."""
+    log_sum = masked_log_sum(scores, mask, temperature, axis, level)
+    return Negatives(log_sum, number_of(mask, scores.dtype, axis), jnp.sum(jnp.where(mask, scores, 0), axis))
+
+
+def positives_of(scores: jax.Array, mask: jax.Array, temperature: jax.Array, level: Level | None = None) -> Positives:
+    """What anchors need to know of their positives ``[n, m]``."""
+    log_sum = masked_log_sum(scores, mask, temperature, level=level)
+    below = jnp.sum(jnp.where(mask, log_sum.maximum[:, None] - scores, 0), axis=1)
+    return Positives(log_sum, number_of(mask, scores.dtype), below)
+
+
+def only_positive(scores: jax.Array, mask: jax.Array, axis: int = 1) -> Only:
+    """The one positive of each anchor, found among all pairs."""
+    return Only(jnp.sum(jnp.where(mask, scores, 0), axis), jnp.any(mask, axis))
+
+
+def number_of(mask: jax.Array, dtype: jnp.dtype, axis: int = 1) -> jax.Array:
+    """How many entries along an axis of ``[n, m]`` are True, as floating numbers."""
+    return jnp.sum(mask, axis, dtype=dtype)
 
 
 def _debiased(excess: jax.Array, number: jax.Array, floor: jax.Array, prior: jax.Array) -> jax.Array:
@@ -147,26 +225,8 @@ def _debiased(excess: jax.Array, number: jax.Array, floor: jax.Array, prior: jax
     return jnp.where(some, jnp.maximum(jnp.where(all_of_it, -jnp.inf, rest), log_number + floor), -jnp.inf)
 
 
-def _several_terms(tile: Tile, negatives: LogSum, form: Form) -> jax.Array:
-    scores, (positive, _), temperature, _ = tile
-    if form in ("pair", "negatives"):
-        own = jnp.where(positive, scores, negatives.maximum[:, None])
-        excess = LogSum(*(part[:, None] for part in negatives)).over(own, temperature[:, None])
-        return jnp.sum(jnp.where(positive, excess if form == "negatives" else softplus(excess), 0), axis=-1)
-    # A = P + softplus(N - P), with P the log-sum of the positives.
-    positives = masked_log_sum(scores, positive, temperature)
-    some = positives.log_sum != -jnp.inf
-    log_sum = jnp.where(some, positives.log_sum, 0)
-    rest = softplus((negatives.maximum - positives.maximum) / temperature + negatives.log_sum - log_sum)
-    number = jnp.sum(positive, axis=-1).astype(scores.dtype)
-    if form == "in":
-        return jnp.where(some | (number == 0), rest + jnp.log(jnp.maximum(number, 1)), jnp.inf)
-    spread = jnp.sum(jnp.where(positive, positives.maximum[:, None] - scores, 0), axis=-1) / temperature
-    return spread + number * (log_sum + rest)
-
-
 def _sigmoid_terms(tile: Tile, extras: Extras) -> Terms:
-    scores, (positive, negative), temperature, _ = tile
+    scores, (positive, negative), temperature, *_ = tile
     logits = divide_scores(jnp.where(positive | negative, scores, 0), temperature)
     logits = logits if extras.sigmoid_bias is None else logits + extras.sigmoid_bias
     losses = softplus(jnp.where(positive, -logits, logits))

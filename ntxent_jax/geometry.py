@@ -8,10 +8,10 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
-from ntxent_jax.contrast import Options, matmul_precision, tile
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.numerics import compute_dtype, divide_or_zero, masked_log_sum
 from ntxent_jax.pairs import Members, by_label
+from ntxent_jax.scores import Options, matmul_precision, tile
 from ntxent_jax.similarities import cosine_similarity, l2_normalize
 
 

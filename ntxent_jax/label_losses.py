@@ -6,9 +6,10 @@ import jax
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
-from ntxent_jax.contrast import Options, Reduction, contrast
+from ntxent_jax.contrast import contrast
 from ntxent_jax.inputs import labelled_batch
 from ntxent_jax.pairs import by_label
+from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity
 
 Denominator = Literal["pair", "all", "negatives"]
@@ -107,7 +108,7 @@ def ntxent(
         https://arxiv.org/abs/2110.06848, eq. 5.
     """
     checks.choice("denominator", denominator, ("pair", "all", "negatives"))
-    options = Options(by_label, similarity, denominator, False, False, reduction, block_size, precision)
+    options = Options(by_label, similarity, denominator, None, False, reduction, block_size, precision)
     batch = labelled_batch(
         embeddings,
         labels,
@@ -200,7 +201,7 @@ def supcon_loss(
     """
     checks.choice("form", form, ("out", "in"))
     options = Options(
-        by_label, similarity, "in" if form == "in" else "all", False, False, reduction, block_size, precision
+        by_label, similarity, "in" if form == "in" else "all", None, False, reduction, block_size, precision
     )
     batch = labelled_batch(
         embeddings,

@@ -25,8 +25,9 @@ class LogSum(NamedTuple):
     scores first, which are exact where they are close, then divide by ``T``, then add ``log_sum``.
 
     Attributes:
-        maximum: Largest score in the sum, shape ``[n]``, a constant for differentiation; 0 for an empty sum.
-        log_sum: ``log(sum(exp((s - maximum) / T)))``, shape ``[n]``, at least 0; ``-inf`` for an empty sum.
+        maximum: Largest score in the sum, or one near it, shape ``[n]``, a constant for differentiation; 0 for an
+            empty sum.
+        log_sum: ``log(sum(exp((s - maximum) / T)))``, shape ``[n]``; ``-inf`` for an empty sum.
     """
 
     maximum: jax.Array
@@ -37,8 +38,32 @@ class LogSum(NamedTuple):
         return (self.maximum - scores) / temperature + self.log_sum
 
 
-def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -> LogSum:
-    """Log-sum of ``scores / temperature`` along the last axis, over the entries where ``mask`` is True.
+class Level(NamedTuple):
+    """A score in the middle of all, and whether none lies so far from it that its exponential leaves the dtype's range.
+
+    Then ``exp((s - middle) / T)`` of many rows may be added up without looking for their maxima first.
+
+    Attributes:
+        middle: Scalar, a constant for differentiation.
+        moderate: Boolean, scalar. False if any number is NaN.
+    """
+
+    middle: jax.Array
+    moderate: jax.Array
+
+
+def level_of(lowest: jax.Array, highest: jax.Array, temperature: jax.Array) -> Level:
+    """Level of scores between ``lowest`` and ``highest`` at temperatures of any shape."""
+    lowest, highest, temperature = lax.stop_gradient((lowest, highest, temperature))
+    # exp(66) in float32: sums of a thousand million such exponentials, and their reciprocals, are normal numbers.
+    limit = 0.75 * float(np.log(np.finfo(temperature.dtype).max))
+    return Level((lowest + highest) / 2, jnp.all((highest - lowest) / 2 <= limit * temperature))
+
+
+def masked_log_sum(
+    scores: jax.Array, mask: jax.Array, temperature: jax.Array, axis: int = 1, level: Level | None = None
+) -> LogSum:
+    """Log-sums of ``scores / temperature`` along an axis, over the entries where ``mask`` is True.
 
     A score of ``-inf`` adds nothing and has gradient 0; NaN and ``+inf`` make the result NaN. The derivative is the
     softmax, of every order, and exactly 0 where ``mask`` is False, whatever stands there.
@@ -46,15 +71,53 @@ def masked_log_sum(scores: jax.Array, mask: jax.Array, temperature: jax.Array) -
     Args:
         scores: Shape ``[n, m]``.
         mask: Boolean, shape ``[n, m]``.
-        temperature: Shape ``[n]``.
+        temperature: One for each sum.
+        axis: The axis that is summed.
+        level: Of these scores, if known: it takes the place of the maximum, which costs a pass over all of them.
     """
-    mask = mask & (scores != -jnp.inf)  # Not `>`, which NaN would fail.
-    maximum = lax.stop_gradient(jnp.max(scores, axis=-1, initial=-jnp.inf, where=mask))
-    some = maximum != -jnp.inf
-    maximum = jnp.where(some, maximum, 0)
-    shifted = jnp.where(mask, scores - maximum[:, None], 0) / temperature[:, None]
-    total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
-    return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+    if level is None:
+        mask = mask & (scores != -jnp.inf)  # Not `>`, which NaN would fail.
+
+    def largest() -> jax.Array:
+        return jnp.max(lax.stop_gradient(scores), axis, initial=-jnp.inf, where=mask)
+
+    if level is None:
+        maximum = largest()
+    else:
+        middle = jnp.broadcast_to(level.middle, temperature.shape)
+        maximum = lax.cond(level.moderate, lambda: middle, largest)
+    maximum = jnp.where(maximum != -jnp.inf, maximum, 0)
+    shifted = jnp.where(mask, scores - jnp.expand_dims(maximum, axis), 0) / jnp.expand_dims(temperature, axis)
+    return log_of_sum(maximum, jnp.sum(masked_exp(shifted, mask), axis))
+
+
+def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """``exp(x)``, exactly 0 and with gradient 0 where ``mask`` is False; ``x`` must be finite there.
+
+    The mask is applied again before the exponential instead of after it: ``exp(-inf)`` is 0, and so is its derivative,
+    and only one array is kept for it.
+    """
+    return jnp.exp(jnp.where(mask, x, -jnp.inf))
+
+
+def log_of_sum(maximum: jax.Array, total: jax.Array) -> LogSum:
+    """Log-sum whose second part is still a sum of exponentials; an empty one is 0."""
+    some = total != 0
+    return LogSum(jnp.where(some, maximum, 0), jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
+
+
+@jax.custom_jvp
+def picked(scores: jax.Array, mask: jax.Array, place: jax.Array) -> jax.Array:
+    """The score at a place in each row of ``[n, m]``, which is the only one where ``mask`` may be True.
+
+    Value from the place, derivative through the mask, so that neither takes another pass over all scores.
+    """
+    return jnp.take_along_axis(scores, place[:, None], axis=1, mode="clip")[:, 0]
+
+
+@picked.defjvp
+def _picked_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    return picked(*primals), jnp.sum(jnp.where(primals[1], tangents[0], 0), axis=1)
 
 
 def divide_scores(scores: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -71,21 +134,9 @@ def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temp
     mask = mask & (scores != -jnp.inf)
     n, segment = temperature.shape[0], jnp.where(mask, segment, 0)
     maximum = jax.ops.segment_max(jnp.where(mask, lax.stop_gradient(scores), -jnp.inf), segment, n)
-    some = maximum != -jnp.inf
-    maximum = jnp.where(some, maximum, 0)
+    maximum = jnp.where(maximum != -jnp.inf, maximum, 0)
     shifted = jnp.where(mask, scores - maximum[segment], 0) / temperature[segment]
-    total = jax.ops.segment_sum(jnp.where(mask, jnp.exp(shifted), 0), segment, n)
-    return LogSum(maximum, jnp.where(some, jnp.log(jnp.where(some, total, 1)), -jnp.inf))
-
-
-def grown_log_sum(a: LogSum, b: LogSum, temperature: jax.Array) -> LogSum:
-    """Log-sum over two disjoint sets of scores."""
-    maximum = jnp.maximum(*(jnp.where(part.log_sum != -jnp.inf, part.maximum, -jnp.inf) for part in (a, b)))
-    some = maximum != -jnp.inf
-    maximum = jnp.where(some, maximum, 0)
-    shifted = [jnp.where(part.log_sum != -jnp.inf, part.maximum - maximum, 0) for part in (a, b)]
-    logits = [x / temperature + part.log_sum for x, part in zip(shifted, (a, b), strict=True)]
-    return LogSum(maximum, jnp.where(some, jnp.logaddexp(*(jnp.where(some, x, 0) for x in logits)), -jnp.inf))
+    return log_of_sum(maximum, jax.ops.segment_sum(masked_exp(shifted, mask), segment, n))
 
 
 @jax.custom_jvp

@@ -7,8 +7,8 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import only_finite
-from ntxent_jax.contrast import Reduction, matmul_precision
 from ntxent_jax.numerics import LogSum, compute_dtype, divide_or_zero, segment_log_sum, softplus
+from ntxent_jax.scores import Reduction, matmul_precision
 from ntxent_jax.similarities import Similarity, compare_own, cosine_similarity, is_builtin
 
 # Pairs whose rows are gathered at once: a few megabytes of rows.

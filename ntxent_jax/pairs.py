@@ -59,11 +59,38 @@ def by_label(anchors: Members, candidates: Members) -> PairMasks:
     return PairMasks(belongs & others, ~belongs & others)
 
 
+def only_negatives(anchors: Members, candidates: Members) -> PairMasks:
+    """As :func:`by_label` where no labels are equal."""
+    others = _real(candidates) & ~_same_thing(anchors, candidates)
+    return PairMasks(jnp.zeros_like(others), others)
+
+
 def by_position(anchors: Members, candidates: Members) -> PairMasks:
     """The candidate at the anchor's position is its positive, whatever its id; the others are negatives by id."""
     belongs = anchors.label[:, None] == candidates.label[None, :]
     others = ~belongs & ~_same_thing(anchors, candidates)
     return PairMasks(belongs & _real(candidates), others & _real(candidates))
+
+
+def at_own_position(anchors: Members) -> jax.Array:
+    """Place ``[n]`` of the only positive among the candidates: the anchor's own position."""
+    return anchors.label
+
+
+def at_other_view(anchors: Members) -> jax.Array:
+    """Place ``[n]`` of the only positive of two views that stand next to each other."""
+    assert anchors.id is not None
+    return anchors.id ^ 1
+
+
+def somewhere(anchors: Members) -> None:
+    """Place of the only positive that has to be looked for."""
+
+
+def at_most_two_alike(labels: jax.Array) -> jax.Array:
+    """Whether no label ``[n]`` occurs three times: then a row has at most one positive among the others."""
+    labels = jnp.sort(labels)
+    return ~jnp.any(labels[2:] == labels[:-2])
 
 
 def _real(candidates: Members) -> jax.Array:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
-from ntxent_jax.contrast import Options, Reduction, contrast
+from ntxent_jax.contrast import contrast
 from ntxent_jax.inputs import query_batch, with_extras, with_filter, with_negatives, with_own_key_only
-from ntxent_jax.pairs import by_position
+from ntxent_jax.pairs import at_own_position, by_position
+from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity
 
 
@@ -154,7 +155,8 @@ def info_nce_loss(
         batch = with_own_key_only(batch)
     batch = with_negatives(batch, negatives, negative_where)
     return contrast(
-        batch, Options(by_position, similarity, "pair", True, relative_margin, reduction, block_size, precision)
+        batch,
+        Options(by_position, similarity, "pair", at_own_position, relative_margin, reduction, block_size, precision),
     )
 
 

@@ -15,11 +15,11 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
-from ntxent_jax.contrast import Options, matmul_precision, tile
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import query_batch
 from ntxent_jax.numerics import divide_or_nan
 from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position
+from ntxent_jax.scores import Options, matmul_precision, tile
 from ntxent_jax.similarities import Similarity, cosine_similarity, is_builtin
 
 # Nearest keys looked at for a query, or 8, 64, ... times as many if it has more right keys than that.

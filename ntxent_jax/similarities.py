@@ -185,9 +185,31 @@ def compare_own(similarity: Similarity, x: jax.Array, own: jax.Array) -> jax.Arr
     return jax.vmap(lambda row, rows: compare(similarity, *prepare(similarity, row[None], rows))[0])(x, own)
 
 
+def compare_each(similarity: Similarity, x: Rows, y: Rows) -> jax.Array:
+    """Similarities ``[n]`` of row ``i`` of one set of prepared rows to row ``i`` of another."""
+
+    def one(*pair: Rows) -> jax.Array:
+        return compare(similarity, *jax.tree.map(lambda row: row[None], pair))[0, 0]
+
+    return jax.vmap(one)(x, y)
+
+
+def has_range(similarity: Similarity) -> bool:
+    """Whether the length of rows sets bounds to their similarities."""
+    return _steps(similarity).bounds is not None
+
+
+def score_range(similarity: Similarity, x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
+    """The lowest and the highest similarity that rows of this length can have."""
+    bounds = _steps(similarity).bounds
+    assert bounds is not None
+    return bounds(x, y)
+
+
 class _Steps(NamedTuple):
     prepare: Callable[[jax.Array, jax.Array], tuple[Rows, Rows]]
     compare: Callable[[Rows, Rows], jax.Array]
+    bounds: Callable[[Rows, Rows], tuple[jax.Array, jax.Array]] | None = None
 
 
 def _steps(similarity: Similarity) -> _Steps:
@@ -247,6 +269,22 @@ def _negative_distances(x: Rows, y: Rows) -> jax.Array:
     return jnp.where(coincide, 0, -jnp.sqrt(jnp.where(coincide, 1, squares)))
 
 
+def _cosine_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
+    one = jnp.ones((), compute_dtype(x.values))
+    return -one, one
+
+
+def _product_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
+    longest = [jnp.sqrt(jnp.max(jnp.sum(rows.values**2, axis=-1), initial=0)) for rows in (x, y)]
+    return -longest[0] * longest[1], longest[0] * longest[1]
+
+
+def _distance_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
+    assert x.factors is not None and y.factors is not None
+    farthest = sum(jnp.sqrt(jnp.max(rows, initial=0)) for rows in (x.factors, y.factors))
+    return -jnp.asarray(farthest), jnp.zeros((), compute_dtype(x.values))
+
+
 def _plain_rows(x: jax.Array) -> Rows:
     return Rows(x.astype(compute_dtype(x)))
 
@@ -262,8 +300,8 @@ def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax
 
 
 _STEPS: dict[Similarity, _Steps] = {
-    cosine_similarity: _Steps(_each(_unit_rows), _products),
-    dot_product: _Steps(_each(_plain_rows), _products),
+    cosine_similarity: _Steps(_each(_unit_rows), _products, _cosine_range),
+    dot_product: _Steps(_each(_plain_rows), _products, _product_range),
     log1p_cosine_similarity: _Steps(_each(_unit_rows), _log1p_products),
-    negative_euclidean_distance: _Steps(_centered_rows, _negative_distances),
+    negative_euclidean_distance: _Steps(_centered_rows, _negative_distances, _distance_range),
 }

@@ -5,9 +5,10 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Batch
-from ntxent_jax.contrast import Options, Reduction, contrast, contrast_both_ways
+from ntxent_jax.contrast import contrast, contrast_both_ways
 from ntxent_jax.inputs import query_batch, with_extras
-from ntxent_jax.pairs import by_position
+from ntxent_jax.pairs import at_own_position, by_position
+from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity
 
 
@@ -81,7 +82,7 @@ def clip_loss(
         _pairs(images, texts, temperature, ids, where, weights, similarity), label_smoothing=label_smoothing
     )
     return contrast_both_ways(
-        batch, Options(by_position, similarity, "pair", True, False, reduction, block_size, precision)
+        batch, Options(by_position, similarity, "pair", at_own_position, False, reduction, block_size, precision)
     )
 
 
@@ -147,7 +148,9 @@ def siglip_loss(
     """
     batch = _pairs(images, texts, checks.one_number("temperature", temperature), ids, where, weights, similarity)
     batch = batch._replace(extras=batch.extras._replace(sigmoid_bias=checks.one_number("bias", bias)))
-    return contrast(batch, Options(by_position, similarity, "sigmoid", True, False, reduction, block_size, precision))
+    return contrast(
+        batch, Options(by_position, similarity, "sigmoid", at_own_position, False, reduction, block_size, precision)
+    )
 
 
 def _pairs(

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
-from ntxent_jax.contrast import Options, Reduction, contrast
+from ntxent_jax.contrast import contrast
 from ntxent_jax.inputs import view_batch
 from ntxent_jax.label_losses import Denominator
 from ntxent_jax.numerics import divide_or_zero
-from ntxent_jax.pairs import by_label
+from ntxent_jax.pairs import at_other_view, by_label
+from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity, dot_product
 
 
@@ -81,10 +82,8 @@ def ntxent_views(
     """
     checks.choice("denominator", denominator, ("pair", "all", "negatives"))
     batch = view_batch(*views, temperature=temperature, where=where, weights=weights, similarity=similarity)
-    one_positive = len(views) == 2
-    return contrast(
-        batch, Options(by_label, similarity, denominator, one_positive, False, reduction, block_size, precision)
-    )
+    only = at_other_view if len(views) == 2 else None
+    return contrast(batch, Options(by_label, similarity, denominator, only, False, reduction, block_size, precision))
 
 
 def instance_loss(

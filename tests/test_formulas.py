@@ -24,7 +24,8 @@ TEMPERATURE = np.array([0.3, 0.5, 0.7, 1.0, 2.0, 0.4])
 
 def terms_of(scores, masks, temperature, form, one_positive=False):
     lowest = -1 / jnp.asarray(temperature)
-    return row_terms(Tile(jnp.asarray(scores), masks, jnp.asarray(temperature), lowest), form, one_positive, Extras())
+    tile = Tile(jnp.asarray(scores), masks, jnp.asarray(temperature), lowest)
+    return row_terms(tile, form, one_positive, Extras())
 
 
 def by_loops(scores, form):

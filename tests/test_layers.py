@@ -20,7 +20,8 @@ LAYERS = [
     ["formulas"],
     ["engine"],
     ["batch"],
-    ["two_way"],
+    ["scores", "two_sided"],
+    ["coupled"],
     ["contrast", "inputs"],
     [
         "label_losses",

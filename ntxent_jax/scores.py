@@ -1,0 +1,131 @@
+"""Scores and pairs of some anchors against all of their candidates, and what each anchor adds to a loss."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ntxent_jax.batch import Anchors, Candidates
+from ntxent_jax.formulas import Form, Only, Terms, Tile, row_terms
+from ntxent_jax.numerics import divide_or_zero, divide_scores, picked
+from ntxent_jax.pairs import Members, PairMasks, Rule
+from ntxent_jax.similarities import Similarity, compare, compare_own
+
+Reduction = Literal["mean", "anchor_mean", "sum", "none"]
+
+
+class Options(NamedTuple):
+    """What is decided before any array is seen.
+
+    Attributes:
+        rule: Which pairs are positives and negatives.
+        similarity: Of two sets of rows.
+        form: Of the terms of a loss.
+        only: Where the only positive of each anchor stands among the candidates. None: there may be several.
+        relative_margin: Whether the margin of a filter is a share of the positive's similarity.
+        reduction: From the terms to the loss.
+        block_size: Number of anchors visited at once, if the user chose it.
+        precision: Of matrix products, if the user chose it.
+    """
+
+    rule: Rule
+    similarity: Similarity
+    form: Form = "pair"
+    only: Callable[[Members], jax.Array | None] | None = None
+    relative_margin: bool = False
+    reduction: Reduction = "mean"
+    block_size: int | None = None
+    precision: str | None = None
+
+
+def tile(own: Anchors, others: Candidates, options: Options) -> Tile:
+    """Some anchors against all of their candidates: those that all anchors share, then their own."""
+    similarities, masks = compare(options.similarity, own.rows, others.rows), options.rule(own.members, others.members)
+    if own.pair_where is not None:
+        masks = PairMasks(masks.positive, masks.negative & own.pair_where)
+    if own.own is not None and own.plain is not None:
+        similarities = _beside(similarities, compare_own(options.similarity, own.plain, own.own.rows))
+        positive, negative = own.own.where & own.own.positive, own.own.where & ~own.own.positive
+        masks = PairMasks(_beside(masks.positive, positive), _beside(masks.negative, negative))
+    if others.margin is not None:
+        similarities, masks = _filtered(similarities, masks, own, others, others.margin, options)
+    added, lowest = _added_logits(similarities, masks, own, others), -1 / own.temperature
+    if added is None:
+        scores, temperature, level = similarities, own.temperature, None if own.own else others.level
+    else:
+        scores, temperature, level = divide_scores(similarities, own.temperature) + added, jnp.ones_like(lowest), None
+    return Tile(scores, masks, temperature, lowest, _only(scores, masks, own, others, options), level)
+
+
+def _only(scores: jax.Array, masks: PairMasks, own: Anchors, others: Candidates, options: Options) -> Only | None:
+    """The only positive of each anchor, if it is known where among the candidates it stands."""
+    if options.only is None or own.own is not None:
+        return None
+    place = options.only(own.members)
+    if place is None:
+        return None
+    exists = jnp.ones(place.shape, jnp.bool_) if others.members.where is None else others.members.where[place]
+    return Only(picked(scores, masks.positive, place), exists)
+
+
+def _filtered(
+    similarities: jax.Array, masks: PairMasks, own: Anchors, others: Candidates, margin: jax.Array, options: Options
+) -> tuple[jax.Array, PairMasks]:
+    """Leave out negatives that a guide, or the batch itself, finds closer than the positive, less a margin."""
+    guide = similarities
+    if own.guide is not None and others.guide is not None:
+        guide = compare(options.similarity, own.guide, others.guide)
+        unknown = similarities.shape[1] - guide.shape[1]
+        guide = jnp.pad(guide, ((0, 0), (0, unknown)), constant_values=-jnp.inf)
+    guide = lax.stop_gradient(guide)
+    right = jnp.sum(jnp.where(masks.positive, guide, 0), axis=1, keepdims=True)
+    threshold = right - (jnp.abs(right) * margin if options.relative_margin else margin)
+    unjudged = jnp.isnan(guide) | jnp.isnan(right)  # A guide's NaN is passed on, not taken for a verdict.
+    return jnp.where(unjudged, jnp.nan, similarities), PairMasks(masks.positive, masks.negative & ~(guide > threshold))
+
+
+def _added_logits(similarities: jax.Array, masks: PairMasks, own: Anchors, others: Candidates) -> jax.Array | None:
+    """What is added to the similarities over the temperature, or None."""
+    added = None
+    if others.bias is not None:
+        added = jnp.broadcast_to(others.bias, (similarities.shape[0], others.bias.shape[0]))
+        if own.own is not None and own.own.bias is not None:
+            added = _beside(added, own.own.bias)
+    if others.hardness is not None:
+        harder = masks.negative & (similarities != -jnp.inf)
+        harder = jnp.where(harder, others.hardness * lax.stop_gradient(jnp.where(harder, similarities, 0)), 0)
+        added = harder if added is None else added + harder
+    return added
+
+
+def _beside(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.concatenate([x, y], axis=1)
+
+
+def anchor_terms(own: Anchors, real: jax.Array, others: Candidates, options: Options) -> Terms:
+    """What each of some anchors adds to the loss."""
+    terms = row_terms(tile(own, others, options), options.form, options.only is not None, others.extras)
+    return weighted(terms, own.weights, own.where & real, options.reduction)
+
+
+def anchor_sum(own: Anchors, real: jax.Array, others: Candidates, options: Options) -> tuple[jax.Array, jax.Array]:
+    """What some anchors add to the numerator of the loss, and each of them, times its weight, to the denominator."""
+    terms = anchor_terms(own, real, others, options)
+    return jnp.sum(terms.total), terms.number
+
+
+def weighted(terms: Terms, weights: jax.Array, real: jax.Array, reduction: Reduction) -> Terms:
+    """What each anchor adds to the numerator of a reduction, and, times its weight, to the denominator."""
+    number = jnp.where(real, terms.number, 0)
+    total = jnp.where(number > 0, terms.total, 0)
+    if reduction in ("anchor_mean", "none"):
+        total, number = divide_or_zero(total, number), jnp.minimum(number, 1)
+    silent = (weights == 0) & jnp.isinf(total)  # A weight of 0 silences an infinite loss, but not NaN.
+    return Terms(weights * jnp.where(silent, 0, total), number)
+
+
+def matmul_precision(precision: str | None, rows: jax.Array) -> str | None:
+    """Precision of matrix products. An accelerator may round factors to bfloat16, harmless only if they already are."""
+    return "highest" if precision is None and rows.dtype != jnp.bfloat16 else precision
