@@ -1,12 +1,12 @@
 """Losses in which rows choose among each other, run on tiles that serve both of their sides."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ntxent_jax.batch import Anchors, Batch, Candidates
+from ntxent_jax.batch import Anchors, Batch, Candidates, ready
 from ntxent_jax.engine import rows_per_block, sum_over_rows
 from ntxent_jax.formulas import Extras, Negatives, Only, Positives, counted, one_term, pair_terms, several_terms
 from ntxent_jax.numerics import level_of, log_of_sum, masked_exp
@@ -61,19 +61,16 @@ def is_coupled(batch: Batch, options: Options) -> bool:
     return bounded and batch.temperature.ndim == 0 and all(option is None for option in one_sided)
 
 
-def coupled_sum(
-    batch: Batch, anchors: Anchors, candidates: Candidates, options: Options
-) -> tuple[jax.Array, jax.Array]:
+def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
     """Sum of the weighted terms of a streamed loss, and the number that each anchor adds to the count.
 
     Of anchors among themselves, or, given candidates, the mean of both directions.
     """
+    anchors, candidates = ready(batch, options.similarity)
     options = options._replace(precision=matmul_precision(options.precision, batch.anchors))
     n, sets = anchors.where.shape[0], 1 if batch.candidates is None else 2
-    rows = Met(anchors.rows, anchors.members._replace(where=anchors.where))
-    if sets == 2:
-        other = Met(candidates.rows, candidates.members._replace(where=anchors.where))
-        rows = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), rows, other)
+    both = (anchors.rows, anchors.members), (candidates.rows, candidates.members)
+    rows = tuple(Met(x, members._replace(where=anchors.where)) for x, members in both[:sets])
     temperature = jnp.where(batch.temperature > 0, batch.temperature, jnp.nan).astype(anchors.weights.dtype)
     level = level_of(*score_range(options.similarity, anchors.rows, candidates.rows), temperature)
     numbers = Numbers(temperature, level.middle)
@@ -84,8 +81,8 @@ def coupled_sum(
     blocks, most = -(-n // block), max(1, _ENTRIES // block**2)
     schedule = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
     steps = _steps(options, batch.extras.label_smoothing is not None)
-    layout = partial(_layout, block=block, sets=sets, by_label=options.only is None and jax.device_count() == 1)
-    otherwise = partial(_row_by_row, sets=sets, options=options)
+    layout = partial(_layout, block=block, by_label=options.only is None and jax.device_count() == 1)
+    otherwise = partial(_row_by_row, options=options)
     total, numbers_of_rows = sum_both_ways(steps, otherwise, layout, schedule, level.moderate, inputs)
     return total, numbers_of_rows[:n]
 
@@ -99,15 +96,15 @@ def _only(anchors: Anchors, candidates: Candidates, sets: int, options: Options)
     return Only(jnp.repeat(compare_each(options.similarity, first, second), 2), anchors.where)
 
 
-def _layout(rows: Met, *, block: int, sets: int, by_label: bool) -> Layout:
+def _layout(rows: tuple[Met, ...], *, block: int, by_label: bool) -> Layout:
     """Rows in runs of equal labels, so that only tiles near the diagonal can hold positives.
 
     That moves every row, and rows that lie on several devices had better stay where they are. There, and where labels
     do not matter, blocks take rows in strides.
     """
     if by_label:
-        return in_order(jnp.argsort(rows.members.label), block)
-    return in_strides(rows.members.label.shape[0] // sets, block, sets)
+        return in_order(jnp.argsort(rows[0].members.label), block)
+    return in_strides(rows[0].members.label.shape[0], block, len(rows))
 
 
 def _steps(options: Options, smoothed: bool) -> Steps:
@@ -172,9 +169,14 @@ def _terms_of_tile(
 
 
 def _finish(
-    sums: tuple[jax.Array, ...], terms: tuple[jax.Array, jax.Array] | None, rest: Rest, *, options: Options
+    sums_of_sets: tuple[tuple[jax.Array, ...], ...],
+    terms_of_sets: tuple[tuple[jax.Array, jax.Array] | None, ...],
+    rest: Rest,
+    *,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of all weighted terms, and the number that each row adds to the count."""
+    sums, terms = (jax.tree.map(lambda *x: jnp.concatenate(x), *sets) for sets in (sums_of_sets, terms_of_sets))
     shape, form = sums[0].shape, options.form
     temperature, middle = (jnp.broadcast_to(x, shape) for x in rest.numbers)
     negatives = log_of_sum(middle, sums[0])
@@ -191,18 +193,13 @@ def _finish(
     return jnp.sum(result.total), result.number
 
 
-def _row_by_row(inputs: Inputs, *, sets: int, options: Options) -> tuple[jax.Array, jax.Array]:
+def _row_by_row(inputs: Inputs, *, options: Options) -> tuple[jax.Array, jax.Array]:
     """The same loss for scores of any size: every row against its candidates, one direction after the other."""
-    rest, n = inputs.rest, inputs.rest.where.shape[0] // sets
-    temperature = jnp.broadcast_to(inputs.numbers.temperature, (n,))
-
-    def take(tree: Met | jax.Array, i: int) -> Any:
-        return jax.tree.map(lambda x: x[i * n : (i + 1) * n], tree)
-
-    total, counts = jnp.zeros_like(inputs.numbers.temperature), list[jax.Array]()
-    for i in range(sets):
-        own, others = take(inputs.rows, i), take(inputs.rows, sets - 1 - i)
-        where, weights = own.members.where, take(rest.weights, i)
+    rows, numbers, rest = inputs
+    total, counts = jnp.zeros_like(numbers.temperature), list[jax.Array]()
+    for own, others, weights in zip(rows, reversed(rows), jnp.split(rest.weights, len(rows)), strict=True):
+        where, n = own.members.where, weights.shape[0]
+        temperature = jnp.broadcast_to(numbers.temperature, (n,))
         anchors = Anchors(own.rows, own.members, where, temperature, weights, None, None, None, None)
         candidates = Candidates(others.rows, others.members, None, None, None, None, rest.extras)
         with jax.default_matmul_precision(options.precision):

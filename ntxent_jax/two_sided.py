@@ -10,6 +10,7 @@ To be sums, exponentials need a common level instead of each row's maximum. Whet
 (:class:`ntxent_jax.numerics.Level`); if not, another function takes over.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax import lax
 
 from ntxent_jax.engine import (
     Moving,
+    Tree,
     chosen,
     either,
     inner_product,
@@ -30,7 +32,6 @@ from ntxent_jax.engine import (
     with_derivative,
 )
 
-Tree = Any
 Sides = tuple[Tree, ...]  # Of the rows of a tile, of its columns, and what else is added up.
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.integer]]
@@ -77,7 +78,8 @@ class Steps(NamedTuple):
         second: ``(part, numbers, sums of rows, sums of columns) -> (terms of rows, terms of columns)`` on tiles that
             may hold positives, if a loss is not a function of sums alone. The sums must be a single array then.
         may_hold: ``part -> boolean`` scalar: whether a tile may hold positives. None: no step needs to know.
-        finish: ``(sums, terms, rest) -> (loss, rows)``, where the rows have no derivative.
+        finish: ``(sums, terms, rest) -> (loss, rows)`` with the sums and terms of each set; the rows have no
+            derivative.
     """
 
     first: Callable[..., Sides]
@@ -87,41 +89,41 @@ class Steps(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How rows are cut into blocks ``[k, b, ...]``, and how they are put together again.
+    """How sets of rows are cut into blocks ``[k, b, ...]``, and how they are put together again.
 
     Copies of rows fill the last blocks; flags ``[n]`` are False there.
     """
 
-    block: Callable[[Tree], Tree]
-    unblock: Callable[[Tree], Tree]
+    block: Callable[[tuple[Tree, ...]], Tree]
+    unblock: Callable[[Tree], tuple[Tree, ...]]
 
 
 def in_strides(n: int, block: int, sets: int) -> Layout:
-    """Blocks of one or two sets of ``n`` rows, as the engine of row blocks cuts them."""
+    """Blocks of ``n`` rows of each set, as the engine of row blocks cuts them, one set behind the other."""
 
-    def cut(rows: Tree) -> Tree:
-        each = [jax.tree.map(lambda x, i=i: x[i * n : (i + 1) * n], rows) for i in range(sets)]
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *(_without_filler(*split(one, block)) for one in each))
+    def cut(rows: tuple[Tree, ...]) -> Tree:
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *(_without_filler(*split(one, block)) for one in rows))
 
-    def mend(blocks: Tree) -> Tree:
-        return jax.tree.map(lambda x: jnp.concatenate([join(one, n) for one in jnp.split(x, sets)]), blocks)
+    def mend(blocks: Tree) -> tuple[Tree, ...]:
+        width = -(-n // block)
+        return tuple(join(jax.tree.map(lambda x, i=i: x[i * width : (i + 1) * width], blocks), n) for i in range(sets))
 
     return Layout(cut, mend)
 
 
 def in_order(order: jax.Array, block: int) -> Layout:
-    """Blocks of rows in an order, each a run of it."""
+    """Blocks of one set of rows in an order, each a run of it."""
     n = order.shape[0]
     number = -(-n // block)
     places = jnp.concatenate([order, order[: number * block - n]]).reshape(number, block)
     real = jnp.less(jnp.arange(number * block), n).reshape(number, block)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(n, dtype=order.dtype))
 
-    def cut(rows: Tree) -> Tree:
-        return _without_filler(jax.tree.map(lambda x: x[places], rows), real)
+    def cut(rows: tuple[Tree, ...]) -> Tree:
+        return _without_filler(jax.tree.map(lambda x: x[places], rows[0]), real)
 
-    def mend(blocks: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[back], blocks)
+    def mend(blocks: Tree) -> tuple[Tree, ...]:
+        return (jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[back], blocks),)
 
     return Layout(cut, mend)
 
@@ -134,12 +136,12 @@ class Inputs(NamedTuple):
     """What the loss depends on.
 
     Attributes:
-        rows: A pytree whose arrays start with the rows' axis.
+        rows: One or two sets of rows, each a pytree whose arrays start with the rows' axis.
         numbers: What all tiles share.
         rest: What ``finish`` needs beside the sums.
     """
 
-    rows: Tree
+    rows: tuple[Tree, ...]
     numbers: Tree
     rest: Tree
 
@@ -208,9 +210,10 @@ class _Visits(NamedTuple):
     schedule: Schedule
 
 
-def _each(inputs: Inputs, moving: list[bool]) -> list[list[bool]]:
+def _each(parts: tuple[Tree, ...], moving: list[bool]) -> list[list[bool]]:
+    """Flags of the leaves of each part."""
     flags = iter(moving)
-    return [[next(flags) for _ in jax.tree.leaves(part)] for part in inputs]
+    return [[next(flags) for _ in jax.tree.leaves(part)] for part in parts]
 
 
 def _sums_and_terms(visits: _Visits, inputs: Inputs) -> tuple[Tree, Tree, Tree]:
@@ -244,7 +247,9 @@ def _sums_and_terms(visits: _Visits, inputs: Inputs) -> tuple[Tree, Tree, Tree]:
 def _value_and_gradient(visits: _Visits, moving: list[bool], inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
     steps, unblock, rows = visits.steps, visits.layout.unblock, visits.layout.block(inputs.rows)
     sums, terms, slopes = _sums_and_terms(visits, inputs)
-    of_rows, of_numbers, of_rest = _each(inputs, moving)
+    of_inputs, of_numbers, of_rest = _each(inputs, moving)
+    of_sets = _each(inputs.rows, of_inputs)
+    of_rows = [any(flags) for flags in zip(*of_sets, strict=True)]
     rest, with_rest = chosen(inputs.rest, of_rest)
 
     def finish(sums: Tree, terms: Tree, x: list[jax.Array]) -> tuple[jax.Array, Tree]:
@@ -268,8 +273,14 @@ def _value_and_gradient(visits: _Visits, moving: list[bool], inputs: Inputs) -> 
         part = part._replace(own=own, others=others)
         return _with_positives(steps, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives))
 
-    by_rows, by_numbers = _added_up(gradient, (rows, sums, by_sums, by_terms), visits.schedule)
-    return value, others, [*unblock(by_rows), *by_numbers, *by_rest]
+    by_blocks, by_numbers = _added_up(gradient, (rows, sums, by_sums, by_terms), visits.schedule)
+    by_sets = [
+        x
+        for flags, gradient in zip(of_sets, unblock(by_blocks), strict=True)
+        for x, wanted in zip(gradient, itertools.compress(flags, of_rows), strict=True)
+        if wanted
+    ]
+    return value, others, [*by_sets, *by_numbers, *by_rest]
 
 
 def _moved(steps: Steps, part: Part, numbers: Tree, of_own: Tree, of_others: Tree, positives: bool) -> jax.Array:
