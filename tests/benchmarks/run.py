@@ -133,8 +133,10 @@ def rows_of(
     loss = LOSSES[name]
     arrays = loss.inputs(n, d, DTYPES[settings.dtype])
     ours = measure.jax_system(loss.ours, arrays, loss.wrt)
-    able = {key: rival for key, rival in rivals.items() if n <= rival.max_rows.get(name, 0)}
-    for key, rival in (able or {None: None}).items():
+    able: list[tuple[str | None, Rival | None]] = [
+        (key, rival) for key, rival in rivals.items() if n <= rival.max_rows.get(name, 0)
+    ]
+    for key, rival in able or [(None, None)]:
         measured = compare(ours, rival, loss, name, arrays, settings)
         limit = measure.least_operations(loss, n, d) / rate
         yield report.Row(loss=name, n=n, d=d, rival=key, limit_seconds=limit, **measured)
