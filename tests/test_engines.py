@@ -87,8 +87,8 @@ def test_logits_are_of_order_one(name):
         (7, 11, 7, 7),
         (7, 11, 100, 7),
         (1024, 1024, None, 1024),
-        (2048, 2048, None, 512),
-        (1025, 1025, None, 513),
+        (2048, 2048, None, 1024),
+        (1449, 1449, None, 725),
         (3, 1 << 22, None, 1),
     ],
 )
@@ -132,8 +132,8 @@ def test_any_row_function_summed_or_mapped(block):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_streamed_by_itself_when_large(reduction):
-    """1,100 rows make more scores than are held at once."""
-    n = 1100
+    """1,500 rows make more scores than are held at once."""
+    n = 1500
     assert rows_per_block(n, n, None) < n
     x, labels = np.float32(inputs.random_rows(n, 4)), np.arange(n) // 3
     step = catalog.quick_jit(

@@ -1,0 +1,221 @@
+"""Tiles that serve both of their sides: the same loss and gradient as whole matrices, for any cut and any temperature."""
+
+import json
+import os
+import subprocess
+import sys
+
+import catalog
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from assertions import assert_close
+
+import ntxent_jax as nj
+from ntxent_jax import coupled
+from ntxent_jax.two_sided import among_themselves, between
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def one_temperature(case: catalog.Case, temperature: float = 0.6) -> catalog.Case:
+    """With a temperature for each anchor rows and columns have no common level."""
+    return case._replace(floats={**case.floats, "temperature": np.asarray(temperature)})
+
+
+NAMES = [
+    "ntxent",
+    "ntxent all",
+    "ntxent negatives",
+    "ntxent items",
+    "supcon out",
+    "supcon in",
+    "two views",
+    "two views negatives",
+    "three views",
+    "instance",
+]
+CASES = {name: one_temperature(catalog.CASES[name]) for name in NAMES}
+CASES["ntxent euclidean"] = CASES["ntxent"]._replace(similarity="negative_euclidean_distance")
+CASES["supcon in dot"] = CASES["supcon in"]._replace(similarity="dot_product")
+CLIP = {
+    "images": np.random.default_rng(20).normal(size=(catalog.N, catalog.D)),
+    "texts": np.random.default_rng(21).normal(size=(catalog.N, catalog.D)),
+    "temperature": np.asarray(0.6),
+    "weights": catalog.WEIGHTS,
+}
+CLIP_DATA = {"where": catalog.WHERE, "ids": np.array([0, 0, 1, 2, 3, 4, 5])}
+CASES["clip"] = catalog.Case("clip_loss", ("images", "texts"), CLIP, CLIP_DATA)
+CASES["clip smooth"] = CASES["clip"]._replace(static={"label_smoothing": 0.3})
+
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(autouse=True)
+def own_programs():
+    """The package keeps compiled programs, in which what a test changes would not be seen."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def only_tiles(monkeypatch):
+    """Let the other way of running a loss give NaN."""
+    monkeypatch.setattr(coupled, "_row_by_row", lambda inputs, options: _nan(inputs))
+
+
+@pytest.fixture
+def never_tiles(monkeypatch):
+    monkeypatch.setattr(coupled, "_finish", lambda sums, terms, rest, options: _nan(None, rest))
+
+
+def _nan(inputs, rest=None):
+    rest = inputs.rest if rest is None else rest
+    return jnp.nan * jnp.sum(rest.weights), rest.weights
+
+
+def outcome(case, block_size, reduction="mean"):
+    step = jax.value_and_grad(lambda x: case(nj, x, reduction=reduction, block_size=block_size))
+    return catalog.quick_jit(step)(case.floats)
+
+
+def assert_same(streamed, whole, rtol=1e-11):
+    jax.tree.map(lambda x, y: assert_close(x, y, rtol=rtol, atol=1e-13), streamed, whole)
+
+
+@each_case
+def test_any_block(name, only_tiles):
+    """Numbers of blocks odd and even, with and without filler, down to a row each."""
+    case = CASES[name]
+    whole = outcome(case, None)
+    assert_close(whole[0], case(oracle, case.floats, reduction="mean"), rtol=1e-11, name="oracle")
+    for block_size in (1, 2, 3, 5):
+        assert_same(outcome(case, block_size), whole)
+
+
+@pytest.mark.parametrize("name", ["ntxent", "supcon in", "two views", "clip"])
+def test_in_parts(name, only_tiles, monkeypatch):
+    """A block meets the others a few at a time; the last part may have nothing left to meet."""
+    whole = outcome(CASES[name], None, "anchor_mean")
+    for entries in (1, 8, 12):
+        jax.clear_caches()
+        monkeypatch.setattr(coupled, "_ENTRIES", entries)
+        assert_same(outcome(CASES[name], 2, "anchor_mean"), whole)
+
+
+@each_case
+def test_low_temperature(name, never_tiles):
+    """Exponentials of a common level would vanish: rows are met one by one, each from its own maximum."""
+    case = one_temperature(CASES[name], 1e-4)
+    assert_same(outcome(case, 3, "sum"), outcome(case, None, "sum"), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ntxent", "two views", "clip"])
+@pytest.mark.parametrize("temperature", [1 / 66, 0.02, 100.0])
+def test_range_of_float32(name, temperature, only_tiles):
+    """The lowest temperature at which a common level is used, in float32."""
+    case = one_temperature(CASES[name], temperature)
+    case = case._replace(floats=jax.tree.map(np.float32, case.floats))
+    (value, gradient), (right, slopes) = outcome(case, 2), outcome(case, None)
+    assert_close(value, right, rtol=8 * np.finfo(np.float32).eps * max(1, 1 / temperature))
+    for name in gradient:
+        assert_close(gradient[name], slopes[name], rtol=1e-3, atol=1e-4 * np.abs(slopes[name]).max())
+
+
+@pytest.mark.parametrize("name", ["ntxent", "supcon in", "two views", "clip"])
+@pytest.mark.parametrize("second", ["forward over reverse", "reverse over reverse"])
+def test_second_derivatives(name, second):
+    case = CASES[name]
+    moves = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=float)).reshape(x.shape), case.floats)
+
+    def product(block_size):
+        gradient = jax.grad(lambda x: case(nj, x, block_size=block_size))
+        if second == "forward over reverse":
+            return catalog.quick_jit(lambda x: jax.jvp(gradient, (x,), (moves,))[1])(case.floats)
+        along = lambda x: sum(jax.tree.leaves(jax.tree.map(lambda g, m: jnp.sum(g * m), gradient(x), moves)))  # noqa: E731
+        return catalog.quick_jit(jax.grad(along))(case.floats)
+
+    assert_same(product(3), product(None), rtol=1e-9)
+
+
+def test_batches_of_batches():
+    """Under vmap some temperatures have a common level and some have not."""
+    case, temperatures = CASES["ntxent"], np.array([0.5, 1e-4, 0.8])
+    run = lambda t, block: case(nj, {**case.floats, "temperature": t}, block_size=block)  # noqa: E731
+    step = jax.vmap(jax.value_and_grad(run), in_axes=(0, None))
+    assert_same(step(temperatures, 3), step(temperatures, None), rtol=1e-9)
+
+
+def test_nan_is_not_hidden():
+    rows = np.array(CASES["ntxent"].floats["embeddings"])
+    rows[5, 1] = np.nan
+    value, _ = outcome(CASES["ntxent"]._replace(floats={**CASES["ntxent"].floats, "embeddings": rows}), 3)
+    assert np.isnan(value)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+@pytest.mark.parametrize("blocks", range(1, 10))
+def test_every_pair_is_met_once(blocks, most):
+    """Counted from both sides: each block needs each block, itself too, exactly once."""
+    met = np.zeros((blocks, blocks), int)
+    for own, start, rows, columns in zip(*among_themselves(blocks, most), strict=True):
+        for i, (row, column) in enumerate(zip(rows, columns, strict=True)):
+            met[own, (start + i) % blocks] += row
+            met[(start + i) % blocks, own] += column
+    np.testing.assert_array_equal(met, np.ones_like(met))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+@pytest.mark.parametrize("blocks", [1, 4, 5])
+def test_two_sets_meet_once(blocks, most):
+    met = np.zeros((blocks, blocks), int)
+    for own, start, rows, columns in zip(*between(blocks, most), strict=True):
+        np.testing.assert_array_equal(rows, columns)
+        for i in np.flatnonzero(rows):
+            met[own, start + i - blocks] += 1
+    np.testing.assert_array_equal(met, np.ones_like(met))
+
+
+SHARDED = """
+import json, re, sys
+import jax, jax.numpy as jnp, numpy as np
+import ntxent_jax as nj
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+n, block = 256, 32
+x = np.random.default_rng(0).normal(size=(n, 16)).astype(np.float32)
+labels = np.arange(n) // 2
+steps = {
+    "views": (lambda x: nj.ntxent_views(x[: n // 2], x[n // 2 :], temperature=0.3, block_size=block)),
+    "labels": (lambda x: nj.ntxent(x, labels, 0.3, block_size=block)),
+    "clip": (lambda x: nj.clip_loss(x, jnp.roll(x, 1, axis=1), 0.3, block_size=block)),
+}
+mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows")))
+found = {}
+for name, step in steps.items():
+    step = jax.jit(jax.value_and_grad(step))
+    (value, gradient), (right, slopes) = step(sharded), step(x)
+    text = step.lower(sharded).compile().as_text()
+    found[name] = {
+        "value": abs(float(value / right) - 1),
+        "gradient": float(jnp.max(jnp.abs(np.asarray(gradient) - np.asarray(slopes))) / jnp.max(jnp.abs(slopes))),
+        "rows of tiles": sorted({int(rows) for rows in re.findall(r"f32\\\\[(\\\\d+),\\\\d{2,}\\\\]\\\\S* (?:exponential|dot)", text)}),
+    }
+print(json.dumps(found))
+"""
+
+
+def test_tiles_lie_on_all_devices():
+    """With rows on eight devices under plain jit each device holds an eighth of a tile, and the result is the same."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    script = SHARDED.replace("\\\\", "\\")
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    for name, found in json.loads(run.stdout).items():
+        assert found["value"] < 1e-5, name
+        assert found["gradient"] < 1e-5, name
+        assert found["rows of tiles"][0] == 4, name
