@@ -120,7 +120,7 @@ def query_batch(
         candidates,
         key_members,
         checks.numbers("key_bias", key_bias, (m,)),
-        checks.mask("pair_where", pair_where, (n, m)),
+        checks.mask("pair_where", pair_where, (n, m), each="pair of a query and a key"),
     )
 
 

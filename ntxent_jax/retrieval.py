@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -68,7 +67,7 @@ def top_k(
     """
     checks.options("none", similarity, block_size, None)
     batch = _queries_and_keys(queries, keys, key_where, similarity)
-    number = _whole_number("k", k)
+    number = checks.whole_number("k", k)
     if batch.candidates is not None and number > batch.candidates.shape[0]:
         raise ValueError(f"k must be at most the number of keys, {batch.candidates.shape[0]}, got {k}")
     return (_compiled_top_k if is_builtin(similarity) else _top_k)(batch, number, similarity, block_size)
@@ -166,7 +165,7 @@ def retrieval_metrics(
     """
     if not isinstance(ks, Sequence):
         raise TypeError(f"ks must be a sequence of ints, got {ks!r}; for a single one pass ks=({ks},)")
-    numbers = tuple(_whole_number("each of ks", k) for k in ks)
+    numbers = tuple(checks.whole_number("each of ks", k) for k in ks)
     checks.options("none", similarity, block_size, None)
     if labels is not None:
         rule: Rule = by_label
@@ -352,11 +351,3 @@ def _labelled_queries(
         candidate="key",
     )
     return Batch(x, members, jnp.ones(()), candidates=y, candidate_members=key_members)
-
-
-def _whole_number(name: str, value: object) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a positive int, got {value!r}; under jit it must be static, not traced")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return int(value)
