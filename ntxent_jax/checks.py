@@ -130,6 +130,23 @@ def scalar(name: str, x: ArrayLike | None) -> jax.Array | None:
     return None if result is None else result.reshape(())
 
 
+def whole_number(name: str, x: object, least: int = 1, most: int | None = None) -> int:
+    """An integer known beforehand, of at least ``least`` and at most ``most``."""
+    if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
+        cure = "; under jit it must be static, not traced" if isinstance(x, jax.Array) else ""
+        raise TypeError(f"{name} must be an integer, got {x!r}{cure}")
+    if x < least or (most is not None and x > most):
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {limits}, got {x}")
+    return int(x)
+
+
+def positive_number(name: str, x: ArrayLike) -> jax.Array:
+    """A scalar; if it is known on the host it must be > 0."""
+    positive(name, x)
+    return one_number(name, x)
+
+
 def one_number(name: str, x: ArrayLike) -> jax.Array:
     """A scalar; if it is the temperature and known on the host it must be > 0."""
     if name == "temperature":
@@ -160,11 +177,11 @@ def same_rows(**named: jax.Array) -> list[jax.Array]:
     return [x.astype(dtype) for x in named.values()]
 
 
-def shaped(name: str, x: jax.Array, *shapes: Shape) -> jax.Array:
-    """``x`` must have one of ``shapes`` exactly: a size of 1 would broadcast silently."""
+def shaped(name: str, x: jax.Array, *shapes: Shape, each: str = "row") -> jax.Array:
+    """``x``, one entry per ``each``, must have one of ``shapes`` exactly: a size of 1 would broadcast silently."""
     if x.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must have shape {expected}, one entry per row, got {list(x.shape)}")
+        raise ValueError(f"{name} must have shape {expected}, one entry per {each}, got {list(x.shape)}")
     return x
 
 
@@ -199,14 +216,14 @@ def comparable(**named: jax.Array | None) -> None:
         raise TypeError(f"{came} cannot be compared exactly; convert both to one dtype")
 
 
-def mask(name: str, x: ArrayLike | None, shape: Shape) -> jax.Array | None:
+def mask(name: str, x: ArrayLike | None, shape: Shape, *, each: str = "row") -> jax.Array | None:
     """A boolean mask of the given shape, or None."""
     if x is None:
         return None
     result = array(name, x)
     if result.dtype != jnp.bool_:
         raise TypeError(f"{name} must be boolean (True = real), got {result.dtype}; convert it with .astype(bool)")
-    return shaped(name, result, shape)
+    return shaped(name, result, shape, each=each)
 
 
 def numbers(name: str, x: ArrayLike | None, *shapes: Shape) -> jax.Array | None:
@@ -222,7 +239,8 @@ def numbers(name: str, x: ArrayLike | None, *shapes: Shape) -> jax.Array | None:
 def positive(name: str, x: ArrayLike) -> None:
     """Numbers known on the host must be > 0."""
     if isinstance(x, (int, float, np.ndarray, np.generic)) and not np.all(np.asarray(x) > 0):
-        raise ValueError(f"{name} must be > 0, got {x}; it divides the similarities (0.07 and 0.5 are usual)")
+        cure = "; it divides the similarities (0.07 and 0.5 are usual)" if name == "temperature" else ""
+        raise ValueError(f"{name} must be > 0, got {x}{cure}")
 
 
 def temperature(x: ArrayLike, n: int) -> jax.Array:

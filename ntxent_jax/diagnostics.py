@@ -112,23 +112,26 @@ def batch_statistics(
     """Numbers worth logging beside the loss: they show a batch without positives, a collapse, or identical views.
 
     Args:
-        embeddings: As in :func:`ntxent`.
-        labels: As in :func:`ntxent`.
-        candidates: As in :func:`ntxent`.
-        candidate_labels: As in :func:`ntxent`.
-        candidate_where: As in :func:`ntxent`.
-        ids: As in :func:`ntxent`.
-        candidate_ids: As in :func:`ntxent`.
-        where: As in :func:`ntxent`.
-        similarity: As in :func:`ntxent`.
-        block_size: As in :func:`ntxent`.
+        embeddings: Rows, floating, shape ``[n, d]``, or ``[n, views, d]`` with one label for all views of an item.
+        labels: Integer or boolean, shape ``[n]``. Any values; only equality counts.
+        candidates: Rows that the anchors choose among instead of among themselves, floating, shape ``[m, d]``.
+        candidate_labels: Labels of the candidates, shape ``[m]``, needed if candidates are given.
+        candidate_where: Boolean, shape ``[m]``. True for a real candidate. Default: all.
+        ids: Integer, shape ``[n]``, or ``[n, views]`` for ``[n, views, d]`` rows. Rows of equal id are the same thing:
+            neither positive nor negative. Default: each row of the batch is a thing of its own.
+        candidate_ids: Integer, shape ``[m]``, needed if ``ids`` and candidates are given.
+        where: Boolean, shape ``[n]``. True for a real row or item: the others are neither anchors nor, without
+            candidates, anyone's candidates. Default: all.
+        similarity: Function ``(x [n, d], y [m, d]) -> [n, m]``, larger is more similar.
+        block_size: Number of anchors compared with all candidates at once. Default: chosen so that a block stays in
+            cache.
 
     Returns:
-        A :class:`BatchStatistics` of scalars, float32 or float64.
+        A :class:`BatchStatistics` of scalars, float32, or float64 for float64 rows.
 
     Raises:
-        TypeError: As in :func:`ntxent`.
-        ValueError: As in :func:`ntxent`.
+        TypeError: An array has a wrong dtype.
+        ValueError: A shape is wrong, one of a pair of arguments is missing, or ``block_size`` is not a positive int.
 
     Example:
         >>> import jax.numpy as jnp

@@ -56,11 +56,12 @@ def alignment(
         Hypersphere", 2020, https://arxiv.org/abs/2005.10242, eq. 7. Their code expects normalised rows.
     """
     a = checks.rows("view_a", view_a, "[n, d]")
-    b = checks.shaped("view_b", checks.rows("view_b", view_b, "[n, d]"), a.shape)
+    b = checks.rows("view_b", view_b, "[n, d]")
+    checks.views([a.shape, b.shape])
     a, b = checks.same_rows(view_a=a, view_b=b)
     real = checks.mask("where", where, a.shape[:1])
     real = jnp.ones(a.shape[0], jnp.bool_) if real is None else real
-    power = _scalar("exponent", exponent)
+    power = checks.positive_number("exponent", exponent)
     two = isinstance(exponent, (int, float)) and exponent == 2
     result: jax.Array = _alignment(a, b, None if two else power, real)
     return result
@@ -112,7 +113,7 @@ def uniformity(embeddings: ArrayLike, *, t: ArrayLike = 2, where: ArrayLike | No
     """
     rows = checks.rows("embeddings", embeddings, "[n, d]")
     n = rows.shape[0]
-    sharpness = _scalar("t", t)
+    sharpness = checks.positive_number("t", t)
     # Every row is alone with its label, so all others are its negatives.
     members = Members(jnp.arange(n), checks.mask("where", where, (n,)))
     result: jax.Array = _uniformity(Batch(rows, members, 1 / sharpness.astype(compute_dtype(rows))), None)
@@ -153,11 +154,3 @@ def _alignment(a: jax.Array, b: jax.Array, exponent: jax.Array | None, where: ja
         apart = (differ & (powers != 0)) | jnp.isnan(powers)
         powers = jnp.where(apart, jnp.power(jnp.where(apart, powers, 1), exponent.astype(dtype) / 2), 0)
     return divide_or_zero(jnp.sum(jnp.where(where, powers, 0)), jnp.sum(where).astype(dtype))
-
-
-def _scalar(name: str, x: ArrayLike) -> jax.Array:
-    if isinstance(x, (int, float)) and not x > 0:
-        raise ValueError(f"{name} must be > 0, got {x}")
-    result = checks.scalar(name, x)
-    assert result is not None
-    return result

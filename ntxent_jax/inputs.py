@@ -11,6 +11,13 @@ from ntxent_jax.pairs import Members, labelled
 from ntxent_jax.similarities import Similarity, is_builtin
 
 
+def rows_for(similarity: Similarity, name: str, x: ArrayLike, shape: str) -> jax.Array:
+    """Rows of one vector each, or of anything for a user's similarity."""
+    if is_builtin(similarity):
+        return checks.rows(name, x, shape)
+    return checks.rows(name, x, shape.replace("d]", "...]"), ranks=None)
+
+
 def labelled_batch(
     embeddings: ArrayLike,
     labels: ArrayLike,
@@ -60,7 +67,7 @@ def view_batch(
     similarity: Similarity,
 ) -> Batch:
     """Rows of several views, row ``i`` of each being item ``i``."""
-    named = {f"views[{i}]": _rows(f"views[{i}]", view, "[n, d]", similarity) for i, view in enumerate(views)}
+    named = {f"views[{i}]": rows_for(similarity, f"views[{i}]", view, "[n, d]") for i, view in enumerate(views)}
     checks.views([view.shape for view in named.values()])
     rows = jnp.stack(checks.same_rows(**named), axis=1)
     n = rows.shape[0]
@@ -90,8 +97,8 @@ def query_batch(
     """Rows of queries and of keys, row ``i`` of the keys being the positive of row ``i`` of the queries."""
     anchors, candidates = checks.same_rows(
         **{
-            names[0]: _rows(names[0], queries, "[n, d]", similarity),
-            names[1]: _rows(names[1], keys, "[m, d]", similarity),
+            names[0]: rows_for(similarity, names[0], queries, "[n, d]"),
+            names[1]: rows_for(similarity, names[1], keys, "[m, d]"),
         }
     )
     n, m = anchors.shape[0], candidates.shape[0]
@@ -113,7 +120,7 @@ def query_batch(
         candidates,
         key_members,
         checks.numbers("key_bias", key_bias, (m,)),
-        checks.mask("pair_where", pair_where, (n, m)),
+        checks.mask("pair_where", pair_where, (n, m), each="pair of a query and a key"),
     )
 
 
@@ -178,13 +185,6 @@ def with_extras(
             class_prior=checks.option("class_prior", class_prior, 0.0, 1.0),
         ),
     )
-
-
-def _rows(name: str, x: ArrayLike, shape: str, similarity: Similarity) -> jax.Array:
-    """Rows of one vector each, or of anything for a user's similarity."""
-    if is_builtin(similarity):
-        return checks.rows(name, x, shape)
-    return checks.rows(name, x, shape.replace("d]", "...]"), ranks=None)
 
 
 def _candidates(batch: Batch) -> tuple[jax.Array, Members]:

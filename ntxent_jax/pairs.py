@@ -176,27 +176,30 @@ def labelled(
     candidate_where: ArrayLike | None,
     ids: ArrayLike | None,
     candidate_ids: ArrayLike | None,
+    candidate: str = "candidate",
 ) -> tuple[Members, Members | None]:
     """Check what describes anchors ``[n]`` or ``[n, views]``, and candidates ``[m]`` if there are any but the anchors.
 
-    Labels and flags belong to items, ids to rows: two views of an item are not the same thing.
+    Labels and flags belong to items, ids to rows: two views of an item are not the same thing. ``candidate`` is what
+    the caller's arguments call one.
     """
+    names = {field: f"{candidate}_{field}" for field in ("labels", "where", "ids")}
     anchors = Members(
         checks.integers("labels", labels, shape[:1]),
         checks.mask("where", where, shape[:1]),
         checks.ids("ids", ids, shape),
     )
     if candidate_shape is None or candidate_labels is None:
-        checks.only_with("candidates", candidate_where=candidate_where, candidate_ids=candidate_ids)
+        checks.only_with(f"{candidate}s", **{names["where"]: candidate_where, names["ids"]: candidate_ids})
         return anchors, None
-    checks.together(ids=ids, candidate_ids=candidate_ids)
+    checks.together(**{"ids": ids, names["ids"]: candidate_ids})
     candidates = Members(
-        checks.integers("candidate_labels", candidate_labels, candidate_shape),
-        checks.mask("candidate_where", candidate_where, candidate_shape),
-        checks.ids("candidate_ids", candidate_ids, candidate_shape),
+        checks.integers(names["labels"], candidate_labels, candidate_shape),
+        checks.mask(names["where"], candidate_where, candidate_shape),
+        checks.ids(names["ids"], candidate_ids, candidate_shape),
     )
-    checks.comparable(labels=anchors.label, candidate_labels=candidates.label)
-    checks.comparable(ids=anchors.id, candidate_ids=candidates.id)
+    checks.comparable(**{"labels": anchors.label, names["labels"]: candidates.label})
+    checks.comparable(**{"ids": anchors.id, names["ids"]: candidates.id})
     return anchors, candidates
 
 

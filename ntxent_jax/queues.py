@@ -45,8 +45,9 @@ def queue_init(size: int, dim: int, *, dtype: DTypeLike, label_dtype: DTypeLike 
         An :class:`EmbeddingQueue`. It takes ``size * dim`` numbers of ``dtype``: 33 MB for 65,536 float32 rows of 128.
 
     Raises:
-        TypeError: ``dtype`` is not floating, or ``label_dtype`` not an integer dtype.
-        ValueError: ``size`` or ``dim`` is not a positive int, or JAX would replace a dtype by a smaller one.
+        TypeError: ``size`` or ``dim`` is not an integer, ``dtype`` is not floating, or ``label_dtype`` not an integer
+            dtype.
+        ValueError: ``size`` or ``dim`` is below 1, or JAX would replace a dtype by a smaller one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,8 +59,8 @@ def queue_init(size: int, dim: int, *, dtype: DTypeLike, label_dtype: DTypeLike 
         He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", 2020,
         https://arxiv.org/abs/1911.05722, section 3.2.
     """
-    _size("size", size)
-    _size("dim", dim)
+    checks.whole_number("size", size)
+    checks.whole_number("dim", dim)
     row_dtype = _dtype("dtype", dtype)
     integer_dtype = _dtype("label_dtype", label_dtype)
     return EmbeddingQueue(
@@ -196,11 +197,6 @@ def _labels(labels: ArrayLike | None, n: int, dtype: jnp.dtype) -> jax.Array:
             f"queue with queue_init(..., label_dtype=jnp.{result.dtype})"
         )
     return result
-
-
-def _size(name: str, value: object) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive int, got {value!r}")
 
 
 def _dtype(name: str, value: DTypeLike) -> jnp.dtype:

@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
 from ntxent_jax.engine import map_rows, rows_per_block
-from ntxent_jax.inputs import query_batch
+from ntxent_jax.inputs import query_batch, rows_for
 from ntxent_jax.numerics import divide_or_nan
-from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position
+from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position, labelled
 from ntxent_jax.scores import Options, matmul_precision, tile
 from ntxent_jax.similarities import Similarity, cosine_similarity, is_builtin
 
@@ -68,7 +67,7 @@ def top_k(
     """
     checks.options("none", similarity, block_size, None)
     batch = _queries_and_keys(queries, keys, key_where, similarity)
-    number = _whole_number("k", k)
+    number = checks.whole_number("k", k)
     if batch.candidates is not None and number > batch.candidates.shape[0]:
         raise ValueError(f"k must be at most the number of keys, {batch.candidates.shape[0]}, got {k}")
     return (_compiled_top_k if is_builtin(similarity) else _top_k)(batch, number, similarity, block_size)
@@ -166,7 +165,7 @@ def retrieval_metrics(
     """
     if not isinstance(ks, Sequence):
         raise TypeError(f"ks must be a sequence of ints, got {ks!r}; for a single one pass ks=({ks},)")
-    numbers = tuple(_whole_number("each of ks", k) for k in ks)
+    numbers = tuple(checks.whole_number("each of ks", k) for k in ks)
     checks.options("none", similarity, block_size, None)
     if labels is not None:
         rule: Rule = by_label
@@ -309,16 +308,12 @@ def _median(x: jax.Array, counts: jax.Array) -> jax.Array:
     return jnp.where(number > 0, middle, jnp.nan)
 
 
-def _rows(name: str, x: ArrayLike, shape: str, similarity: Similarity) -> jax.Array:
-    return checks.rows(name, x, shape) if is_builtin(similarity) else checks.any_rows(name, x)
-
-
 def _queries_and_keys(
     queries: ArrayLike, keys: ArrayLike, key_where: ArrayLike | None, similarity: Similarity
 ) -> Batch:
     """Queries to be compared with all real keys, whatever belongs together."""
     x, y = checks.same_rows(
-        queries=_rows("queries", queries, "[n, d]", similarity), keys=_rows("keys", keys, "[m, d]", similarity)
+        queries=rows_for(similarity, "queries", queries, "[n, d]"), keys=rows_for(similarity, "keys", keys, "[m, d]")
     )
     n, m = x.shape[0], y.shape[0]
     key_members = Members(jnp.arange(m), checks.mask("key_where", key_where, (m,)))
@@ -337,33 +332,22 @@ def _labelled_queries(
     similarity: Similarity,
 ) -> Batch:
     """Queries, and keys if they are not searched among themselves, whose labels say what is right."""
-    x = _rows("queries", queries, "[n, d]", similarity)
-    n = x.shape[0]
-    members = Members(
-        checks.integers("labels", labels, (n,)), checks.mask("where", where, (n,)), checks.ids("ids", ids, (n,))
-    )
+    x, y = rows_for(similarity, "queries", queries, "[n, d]"), None
     if keys is None:
-        checks.only_with("keys", key_labels=key_labels, key_ids=key_ids, key_where=key_where)
-        return Batch(x, members, jnp.ones(()))
-    x, y = checks.same_rows(queries=x, keys=_rows("keys", keys, "[m, d]", similarity))
-    m = y.shape[0]
-    checks.together(labels=labels, key_labels=key_labels)
-    assert key_labels is not None
-    key_ids = ids if key_ids is None and m == n else key_ids
-    checks.together(ids=ids, key_ids=key_ids)
-    key_members = Members(
-        checks.integers("key_labels", key_labels, (m,)),
-        checks.mask("key_where", key_where, (m,)),
-        checks.ids("key_ids", key_ids, (m,)),
+        checks.only_with("keys", key_labels=key_labels)
+    else:
+        checks.together(labels=labels, key_labels=key_labels)
+        x, y = checks.same_rows(queries=x, keys=rows_for(similarity, "keys", keys, "[m, d]"))
+        key_ids = ids if key_ids is None and y.shape[0] == x.shape[0] else key_ids
+    members, key_members = labelled(
+        x.shape[:1],
+        labels,
+        None if y is None else y.shape[:1],
+        key_labels,
+        where=where,
+        candidate_where=key_where,
+        ids=ids,
+        candidate_ids=key_ids,
+        candidate="key",
     )
-    checks.comparable(labels=members.label, key_labels=key_members.label)
-    checks.comparable(ids=members.id, key_ids=key_members.id)
     return Batch(x, members, jnp.ones(()), candidates=y, candidate_members=key_members)
-
-
-def _whole_number(name: str, value: object) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a positive int, got {value!r}; under jit it must be static, not traced")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return int(value)

@@ -11,6 +11,8 @@ talking to each other.
 import numpy as np
 import numpy.typing as npt
 
+from ntxent_jax import checks
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -79,8 +81,8 @@ def m_per_class_batches(
         it repeats rows of others.
     """
     _check_processes(seed, epoch, process_index, process_count)
-    _check_integer("m", m, 1)
-    _check_integer("batch_size", batch_size, 1)
+    checks.whole_number("m", m)
+    checks.whole_number("batch_size", batch_size)
     rows, sizes = _groups("labels", labels)
     if batch_size % m:
         raise ValueError(
@@ -149,7 +151,7 @@ def no_duplicates_batches(
         [3 5 2] [8, 9, 7]
     """
     _check_processes(seed, epoch, process_index, process_count)
-    _check_integer("batch_size", batch_size, 1)
+    checks.whole_number("batch_size", batch_size)
     rows, sizes = _groups("ids", ids)
     a_step = batch_size * process_count
     if len(sizes) < a_step:
@@ -179,19 +181,11 @@ def no_duplicates_batches(
     return rng.permuted(epoch_rows, axis=1).reshape(steps, process_count, batch_size)[:, process_index]
 
 
-def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least or (most is not None and value > most):
-        limits = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {limits}, got {value}")
-
-
 def _check_processes(seed: int, epoch: int, process_index: int, process_count: int) -> None:
-    _check_integer("seed", seed, 0)
-    _check_integer("epoch", epoch, 0)
-    _check_integer("process_count", process_count, 1)
-    _check_integer("process_index", process_index, 0, process_count - 1)
+    checks.whole_number("seed", seed, 0)
+    checks.whole_number("epoch", epoch, 0)
+    checks.whole_number("process_count", process_count)
+    checks.whole_number("process_index", process_index, 0, process_count - 1)
 
 
 def _groups(name: str, values: npt.ArrayLike) -> tuple[Indices, Indices]:

@@ -2,12 +2,15 @@
 
 Nothing of the package, nor of JAX, is imported here. A similarity is a function of two rows, and it is
 called only for pairs that exist, so hidden rows may hold anything. Slow and plain on purpose.
+
+What the package holds fixed in a derivative (the similarities that ``hardness`` and ``margin`` look at) comes from
+``frozen``: arguments by name, as they were before anything moved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +73,26 @@ def pair_loss(positive: float, others: Sequence[float]) -> float:
     return softplus_of_sum([other - positive for other in others])
 
 
+def choice(
+    positive: float, negatives: Sequence[float], temperature: float = 1.0, smoothing: float = 0.0, prior: float = 0.0
+) -> float:
+    """The loss of one query, from its logits."""
+    if prior:
+        number = len(negatives)
+        if number == 0:
+            return 0.0
+        together = log_sum(negatives)
+        share = math.log(number * prior) + positive - together
+        rest = together - math.log1p(-prior) + math.log1p(-math.exp(share)) if share < 0 else -math.inf
+        return pair_loss(positive, [max(rest, math.log(number) - 1 / temperature)])
+    loss = pair_loss(positive, negatives)
+    if smoothing:
+        logits = [positive, *negatives]
+        all_targets = [pair_loss(logit, logits[:i] + logits[i + 1 :]) for i, logit in enumerate(logits)]
+        loss = (1 - smoothing) * loss + smoothing / len(logits) * sum(all_targets)
+    return loss
+
+
 def anchor_terms(positives: list[float], negatives: list[float], formula: str) -> list[float]:
     """The loss terms of one anchor: one per positive, a single one for ``"in"``, none if the anchor does not count."""
     if not positives or (formula == "negatives" and not negatives):
@@ -85,7 +108,9 @@ def anchor_terms(positives: list[float], negatives: list[float], formula: str) -
     return [math.log(len(positives)) + softplus_of_sum([n - together for n in negatives])]
 
 
-def reduce_terms(terms: list[list[float]], weights: np.ndarray, reduction: str) -> float | np.ndarray:
+def reduce_terms(terms: list[list[float]], weights: Any, reduction: str) -> float | np.ndarray:
+    """The terms of all anchors as one number, or as one for each anchor."""
+    weights = filled(weights, (len(terms),), 1.0)
     if reduction == "none":
         return np.array([w * sum(t) / len(t) if t and w else 0.0 for t, w in zip(terms, weights, strict=True)])
     counted = [(t, float(w)) for t, w in zip(terms, weights, strict=True) if t and w]
@@ -104,7 +129,7 @@ def reduce_terms(terms: list[list[float]], weights: np.ndarray, reduction: str) 
 # Arguments ----------------------------------------------------------------------------------------------------------
 
 
-def _filled(value: Any, shape: tuple[int, ...], default: Any) -> np.ndarray:
+def filled(value: Any, shape: tuple[int, ...], default: Any) -> np.ndarray:
     """An optional argument at full shape; a scalar, or one of shape (1,), holds everywhere."""
     return np.broadcast_to(np.asarray(default if value is None else value), shape)
 
@@ -125,7 +150,7 @@ def pair_masks(
     if among_themselves:
         candidate_ids, candidate_where = ids, where
     n, m = len(labels), len(others)
-    real, candidate_real = _filled(where, (n,), True), _filled(candidate_where, (m,), True)
+    real, candidate_real = filled(where, (n,), True), filled(candidate_where, (m,), True)
     positive, negative = np.zeros((n, m), bool), np.zeros((n, m), bool)
     for a in range(n):
         for c in range(m):
@@ -158,7 +183,7 @@ def _label_loss(
     if embeddings.ndim == 3:
         n, views, d = embeddings.shape
         per_row = {"temperature": temperature, "where": where, "weights": weights}
-        rows = {k: None if v is None else np.repeat(_filled(v, (n,), v), views) for k, v in per_row.items()}
+        rows = {k: None if v is None else np.repeat(filled(v, (n,), v), views) for k, v in per_row.items()}
         result = _label_loss(
             embeddings.reshape(n * views, d),
             np.repeat(labels, views),
@@ -176,13 +201,13 @@ def _label_loss(
     pairs = pair_masks(
         labels, candidate_labels, where=where, candidate_where=candidate_where, ids=ids, candidate_ids=candidate_ids
     )
-    temperature = _filled(temperature, (n,), None)
+    temperature = filled(temperature, (n,), None)
     terms = []
     for a in range(n):
         positives = [similarity(embeddings[a], others[c]) / temperature[a] for c in np.flatnonzero(pairs.positive[a])]
         negatives = [similarity(embeddings[a], others[c]) / temperature[a] for c in np.flatnonzero(pairs.negative[a])]
         terms.append(anchor_terms(positives, negatives, formula))
-    return reduce_terms(terms, _filled(weights, (n,), 1.0), reduction)
+    return reduce_terms(terms, weights, reduction)
 
 
 def ntxent(
@@ -227,7 +252,7 @@ def ntxent_views(
 ):
     n, count = len(views[0]), len(views)
     per_item = {"temperature": temperature, "where": where, "weights": weights}
-    per_row = {k: None if v is None else np.tile(_filled(v, (n,), v), count) for k, v in per_item.items()}
+    per_row = {k: None if v is None else np.tile(filled(v, (n,), v), count) for k, v in per_item.items()}
     result = ntxent(
         np.concatenate([np.asarray(view, np.float64) for view in views]),
         np.tile(np.arange(n), count),
@@ -256,57 +281,112 @@ def info_nce_loss(
     key_where=None,
     negative_where=None,
     key_bias=None,
+    label_smoothing=0.0,
+    hardness=0.0,
+    class_prior=0.0,
+    margin=None,
+    relative_margin=False,
+    guide_queries=None,
+    guide_keys=None,
     where=None,
     weights=None,
     reduction="mean",
-    similarity=cosine_similarity,
+    similarity: Similarity = cosine_similarity,
+    frozen: Mapping[str, Any] | None = None,
 ):
     queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
     n, m = len(queries), len(keys)
-    negatives = np.zeros((0, keys.shape[1])) if negatives is None else np.asarray(negatives, np.float64)
-    own = negatives if negatives.ndim == 3 else np.broadcast_to(negatives, (n, *negatives.shape))
-    negative_real = _filled(negative_where, own.shape[:2], True)
-    temperature = _filled(temperature, (n,), None)
-    real = _filled(where, (n,), True)
-    key_real = _filled(key_where, (m,), True) & np.concatenate([real, np.ones(m - n, bool)])
-    allowed = _filled(pair_where, (n, m), True)
-    bias = _filled(key_bias, (m,), 0.0)
-    if ids is not None and key_ids is None:
-        key_ids = ids
+    fixed = {"queries": queries, "keys": keys, "negatives": negatives, **(frozen or {})}
+
+    def own_of(rows):
+        rows = np.zeros((0, *keys.shape[1:])) if rows is None else np.asarray(rows, np.float64)
+        return rows if rows.ndim > keys.ndim else np.broadcast_to(rows, (n, *rows.shape))
+
+    own, fixed_own = own_of(negatives), own_of(fixed["negatives"])
+    negative_real = filled(negative_where, own.shape[:2], True)
+    temperature, real = filled(temperature, (n,), None), filled(where, (n,), True)
+    key_real = filled(key_where, (m,), True) & np.concatenate([real, np.ones(m - n, bool)])
+    allowed, bias = filled(pair_where, (n, m), True), filled(key_bias, (m,), 0.0)
+    key_ids = ids if key_ids is None else key_ids
+
+    def is_negative(i, j):
+        same_thing = ids is not None and ids[i] == key_ids[j]
+        return in_batch and j != i and key_real[j] and allowed[i, j] and not same_thing
+
+    def guide(i, j):
+        if guide_queries is not None:
+            return similarity(guide_queries[i], guide_keys[j])
+        return similarity(fixed["queries"][i], fixed["keys"][j])
+
+    def limit(i):
+        right = guide(i, i)
+        return right - (abs(right) * margin if relative_margin else margin)
+
     terms = []
     for i in range(n):
         if not (real[i] and key_real[i]):
             terms.append([])
             continue
-        positive = similarity(queries[i], keys[i]) / temperature[i] + bias[i]
-        logits = []
+        t, logits = temperature[i], []
         for j in range(m):
-            same_thing = ids is not None and ids[i] == key_ids[j]
-            if in_batch and j != i and key_real[j] and allowed[i, j] and not same_thing:
-                logits.append(similarity(queries[i], keys[j]) / temperature[i] + bias[j])
-        real_negatives = np.flatnonzero(negative_real[i])
-        logits += [similarity(queries[i], own[i, j]) / temperature[i] for j in real_negatives]
-        terms.append([pair_loss(positive, logits)])
-    return reduce_terms(terms, _filled(weights, (n,), 1.0), reduction)
+            if is_negative(i, j) and not (margin is not None and guide(i, j) > limit(i)):
+                harder = hardness * similarity(fixed["queries"][i], fixed["keys"][j]) if hardness else 0.0
+                logits.append(similarity(queries[i], keys[j]) / t + bias[j] + harder)
+        for j in np.flatnonzero(negative_real[i]):
+            judged = margin is not None and guide_queries is None
+            now = similarity(fixed["queries"][i], fixed_own[i, j]) if judged or hardness else 0.0
+            if not (judged and now > limit(i)):
+                logits.append(similarity(queries[i], own[i, j]) / t + hardness * now)
+        positive = similarity(queries[i], keys[i]) / t + bias[i]
+        terms.append([choice(positive, logits, t, label_smoothing, class_prior)])
+    return reduce_terms(terms, weights, reduction)
 
 
 def multiple_negatives_ranking_loss(
-    anchors, positives, negatives=None, *, temperature=0.05, negative_where=None, where=None, **options
+    anchors,
+    positives,
+    negatives=None,
+    *,
+    temperature=0.05,
+    symmetric=False,
+    negative_where=None,
+    key_bias=None,
+    guide_queries=None,
+    guide_keys=None,
+    where=None,
+    frozen: Mapping[str, Any] | None = None,
+    **options,
 ):
-    """Every anchor chooses among all positives and all negatives: the negatives become one shared list."""
-    if negatives is not None and np.ndim(negatives) == 3:
-        n, k, d = np.shape(negatives)
-        real = _filled(negative_where, (n, k), True) & _filled(where, (n,), True)[:, None]
-        negatives, negative_where = np.reshape(negatives, (n * k, d)), real.reshape(n * k)
-    return info_nce_loss(
+    """Every anchor chooses among all positives and all negatives; a positive among the anchors alone."""
+    frozen = {"anchors": anchors, "positives": positives, "negatives": negatives, **(frozen or {})}
+    fixed_negatives = frozen["negatives"]
+    if negatives is not None and np.ndim(negatives) > np.ndim(anchors):
+        n, k = np.shape(negatives)[:2]
+        negative_where = (filled(negative_where, (n, k), True) & filled(where, (n,), True)[:, None]).reshape(n * k)
+        negatives, fixed_negatives = (np.reshape(x, (n * k, *np.shape(x)[2:])) for x in (negatives, fixed_negatives))
+    options = {**options, "temperature": temperature, "where": where}
+    there = info_nce_loss(
         anchors,
         positives,
         negatives,
-        temperature=temperature,
         negative_where=negative_where,
-        where=where,
+        key_bias=key_bias,
+        guide_queries=guide_queries,
+        guide_keys=guide_keys,
+        frozen={"queries": frozen["anchors"], "keys": frozen["positives"], "negatives": fixed_negatives},
         **options,
     )
+    if not symmetric:
+        return there
+    back = info_nce_loss(
+        positives,
+        anchors,
+        guide_queries=guide_keys,
+        guide_keys=guide_queries,
+        frozen={"queries": frozen["positives"], "keys": frozen["anchors"], "negatives": None},
+        **options,
+    )
+    return (there + back) / 2
 
 
 def loss_floor(num_negatives, temperature, *, num_positives=1, lowest_similarity=-1.0) -> float:

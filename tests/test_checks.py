@@ -345,7 +345,7 @@ def test_info_nce():
         refused(
             lambda shape=shape: loss(pair_where=np.ones(shape, bool)),
             ValueError,
-            f"pair_where must have shape [{N}, {N}], one entry per row, got {list(shape)}",
+            f"pair_where must have shape [{N}, {N}], one entry per pair of a query and a key, got {list(shape)}",
         )
     refused(lambda: loss(pair_where=np.ones((N, N))), TypeError, "pair_where must be boolean")
     refused(lambda: loss(key_where=FLAGS[:1]), ValueError, f"key_where must have shape [{N}]", "got [1]")

@@ -332,7 +332,7 @@ def test_gradients_beyond_the_dtype_are_infinite_never_nan(name, block_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "bfloat16") for name in LOSSES), *((name, "float16") for name in ONE_OF_EACH)]
+    ("name", "dtype"), [*((name, "bfloat16") for name in LOSSES), ("ntxent", "float16"), ("info_nce own", "float16")]
 )
 def test_half_precision(name, dtype):
     """Float32 loss and slope, gradients in the rows' dtype; the full range of the dtype for cosines."""
@@ -507,6 +507,8 @@ def test_labels_of_any_integer_dtype(dtype):
     assert masks.positive.dtype == masks.negative.dtype == jnp.bool_
     np.testing.assert_array_equal(masks.positive, right.positive)
     np.testing.assert_array_equal(masks.negative, right.negative)
+    if dtype not in ("int8", "int64", "uint64", "bool"):  # In between, a loss sees nothing that the masks do not.
+        return
     assert_close(nj.ntxent(x, labels, 0.5, block_size=3), oracle.ntxent(x, labels, 0.5))
     ids = nj.info_nce_loss(x, x[::-1], temperature=0.5, ids=labels, block_size=3)
     assert_close(ids, oracle.info_nce_loss(x, x[::-1], temperature=0.5, ids=labels))

@@ -249,9 +249,9 @@ ROWS = np.ones((2, DIM), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: queue_init(0, 3, dtype=jnp.float32), ValueError, "size must be a positive int, got 0"),
-        (lambda: queue_init(4, 2.0, dtype=jnp.float32), ValueError, "dim must be a positive int, got 2.0"),
-        (lambda: queue_init(True, 3, dtype=jnp.float32), ValueError, "size must be a positive int, got True"),
+        (lambda: queue_init(0, 3, dtype=jnp.float32), ValueError, "size must be at least 1, got 0"),
+        (lambda: queue_init(4, 2.0, dtype=jnp.float32), TypeError, "dim must be an integer, got 2.0"),
+        (lambda: queue_init(True, 3, dtype=jnp.float32), TypeError, "size must be an integer, got True"),
         (lambda: queue_init(4, 3, dtype=jnp.int32), TypeError, "dtype must be a floating dtype, got int32"),
         (lambda: queue_init(4, 3, dtype=jnp.float64), ValueError, "dtype=float64 needs .*jax_enable_x64"),
         (lambda: queue_init(4, 3, dtype=jnp.float32, label_dtype=bool), TypeError, "label_dtype must be an integer"),

@@ -55,7 +55,7 @@ def test_every_block(loss):
 @each_loss
 @pytest.mark.parametrize("reduction", ["anchor_mean", "sum", "none"])
 def test_every_reduction(loss, reduction):
-    assert_right(ALL[loss], reduction=reduction)
+    assert_right(ALL[loss], blocks(None, BLOCK) if reduction == "none" else blocks(BLOCK), reduction=reduction)
 
 
 @in_float64
