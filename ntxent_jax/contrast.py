@@ -14,7 +14,7 @@ from ntxent_jax.formulas import Terms, negatives_of, one_term, only_positive
 from ntxent_jax.numerics import divide_or_zero, level_of
 from ntxent_jax.pairs import at_most_two_alike, somewhere
 from ntxent_jax.scores import Options, anchor_sum, anchor_terms, matmul_precision, tile, weighted
-from ntxent_jax.similarities import has_range, is_builtin, score_range
+from ntxent_jax.similarities import has_range, is_builtin, score_range, turned
 
 Loss = Callable[[Batch, Options], jax.Array]
 
@@ -80,7 +80,8 @@ def _both_ways(batch: Batch, options: Options) -> jax.Array:
     n = batch.anchors.shape[0]
     whole = rows_per_block(n, n, options.block_size) >= n
     if options.reduction == "none" or not (whole or is_coupled(batch, options)):
-        return (_one_way(batch, options) + _one_way(batch.turned(), options)) / 2
+        other = options._replace(similarity=turned(options.similarity))
+        return (_one_way(batch, options) + _one_way(batch.turned(), other)) / 2
     anchors, candidates = ready(batch, options.similarity)
     if whole:
         total = _whole_both_ways(anchors, candidates, options)

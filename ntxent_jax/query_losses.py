@@ -11,7 +11,7 @@ from ntxent_jax.contrast import contrast
 from ntxent_jax.inputs import query_batch, with_extras, with_filter, with_negatives, with_own_key_only
 from ntxent_jax.pairs import at_own_position, by_position
 from ntxent_jax.scores import Options, Reduction
-from ntxent_jax.similarities import Similarity, cosine_similarity
+from ntxent_jax.similarities import Similarity, cosine_similarity, turned
 
 
 def info_nce_loss(
@@ -268,7 +268,8 @@ def multiple_negatives_ranking_loss(
     )
     if not symmetric:
         return loss
-    return (loss + one_way(keys, rows, guide_queries=guide_keys, guide_keys=guide_queries)) / 2
+    other_way = partial(one_way, similarity=turned(similarity))
+    return (loss + other_way(keys, rows, guide_queries=guide_keys, guide_keys=guide_queries)) / 2
 
 
 def _for_all(

@@ -170,6 +170,17 @@ def is_builtin(similarity: Similarity) -> bool:
     return any(similarity is known for known in _STEPS)
 
 
+def turned(similarity: Similarity) -> Similarity:
+    """The similarity of the same pairs with the sides exchanged: one of a user's need not be symmetric."""
+    if is_builtin(similarity):
+        return similarity
+
+    def exchanged(x: ArrayLike, y: ArrayLike) -> jax.Array:
+        return jnp.swapaxes(similarity(y, x), 0, 1)
+
+    return exchanged
+
+
 def prepare(similarity: Similarity, x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
     """Do once per row what ``similarity`` does to each row alone."""
     return _steps(similarity).prepare(x, y)

@@ -378,12 +378,14 @@ def multiple_negatives_ranking_loss(
     )
     if not symmetric:
         return there
+    similarity = options.pop("similarity", cosine_similarity)
     back = info_nce_loss(
         positives,
         anchors,
         guide_queries=guide_keys,
         guide_keys=guide_queries,
         frozen={"queries": frozen["positives"], "keys": frozen["anchors"], "negatives": None},
+        similarity=lambda x, y: similarity(y, x),
         **options,
     )
     return (there + back) / 2

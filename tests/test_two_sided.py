@@ -201,11 +201,11 @@ found = {}
 for name, step in steps.items():
     step = jax.jit(jax.value_and_grad(step))
     (value, gradient), (right, slopes) = jax.device_get((step(sharded), step(x)))
-    tiles = re.findall(r"f32\[(\d+),\d{2,}\]\S* exponential", step.lower(sharded).compile().as_text())
+    tiles = re.findall(r"f32\[(\d+),(\d+)\]\S* exponential", step.lower(sharded).compile().as_text())
     found[name] = {
         "value": float(abs(value / right - 1)),
         "gradient": float(abs(gradient - slopes).max() / abs(slopes).max()),
-        "rows": sorted({int(rows) for rows in tiles}),
+        "scores": max(int(rows) * int(columns) for rows, columns in tiles),
     }
 print(json.dumps(found))
 """
@@ -219,4 +219,4 @@ def test_tiles_lie_on_all_devices():
     for name, found in json.loads(run.stdout).items():
         assert found["value"] < 1e-5, name
         assert found["gradient"] < 1e-5, name
-        assert found["rows"] == [32 // 8], name
+        assert found["scores"] <= 32 * 256 // 8, name

@@ -193,3 +193,13 @@ def test_a_result_of_the_wrong_shape_is_refused():
         nj.clip_loss(TOKENS, OTHER_TOKENS, similarity=lambda x, y: jnp.einsum("ntd,mud->nmtu", x, y).max(3))
     with pytest.raises(ValueError, match="similarity must return shape"):
         nj.clip_loss(ROWS, OTHERS, similarity=lambda x, y: jnp.sum(x * y[:1], axis=1, keepdims=True))
+
+
+@streamed
+def test_both_directions_of_one_that_is_not_symmetric(block_size):
+    """The texts' side of CLIP is the images' side turned over, not the similarity with its arguments exchanged."""
+    run = lambda reduction: nj.clip_loss(ROWS, OTHERS, 2.0, reduction=reduction, similarity=Model(FORM), block_size=block_size)  # noqa: E501,E731
+    scores = np.asarray(ROWS @ FORM @ np.asarray(OTHERS).T) / 2.0
+    right = sum(np.log(np.exp(s).sum(1)) - np.diag(s) for s in (scores, scores.T)) / 2
+    assert_close(run("none"), right)
+    assert_close(run("mean"), right.mean())
