@@ -249,8 +249,13 @@ def _unit_rows(x: jax.Array) -> Rows:
     return Rows(scaled, inverse_norm(scaled)[:, 0])
 
 
+def _matmul(x: jax.Array, y: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
+    """``x @ y.T``, without a transpose, of which XLA would keep a copy."""
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
+
+
 def _products(x: Rows, y: Rows) -> jax.Array:
-    products = x.values @ y.values.T
+    products = _matmul(x.values, y.values)
     if x.factors is not None:
         products = products * x.factors[:, None]
     if y.factors is not None:
@@ -274,7 +279,7 @@ def _centered_rows(x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
 
 def _negative_distances(x: Rows, y: Rows) -> jax.Array:
     assert x.factors is not None and y.factors is not None
-    products = jnp.matmul(x.values, y.values.T, precision=lax.Precision.HIGHEST)
+    products = _matmul(x.values, y.values, lax.Precision.HIGHEST)
     squares = x.factors[:, None] + y.factors[None, :] - 2 * products
     coincide = squares <= 0  # False for NaN, which must stay NaN.
     return jnp.where(coincide, 0, -jnp.sqrt(jnp.where(coincide, 1, squares)))
