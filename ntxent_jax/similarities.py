@@ -175,7 +175,7 @@ def turned(similarity: Similarity) -> Similarity:
     if is_builtin(similarity):
         return similarity
 
-    def exchanged(x: ArrayLike, y: ArrayLike) -> jax.Array:
+    def exchanged(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.swapaxes(similarity(y, x), 0, 1)
 
     return exchanged
