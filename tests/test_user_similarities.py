@@ -198,8 +198,9 @@ def test_a_result_of_the_wrong_shape_is_refused():
 @streamed
 def test_both_directions_of_one_that_is_not_symmetric(block_size):
     """The texts' side of CLIP is the images' side turned over, not the similarity with its arguments exchanged."""
-    run = lambda reduction: nj.clip_loss(ROWS, OTHERS, 2.0, reduction=reduction, similarity=Model(FORM), block_size=block_size)  # noqa: E501,E731
+    options = {"similarity": Model(FORM), "block_size": block_size}
+    rows, mean = (nj.clip_loss(ROWS, OTHERS, 2.0, reduction=reduction, **options) for reduction in ("none", "mean"))
     scores = np.asarray(ROWS @ FORM @ np.asarray(OTHERS).T) / 2.0
     right = sum(np.log(np.exp(s).sum(1)) - np.diag(s) for s in (scores, scores.T)) / 2
-    assert_close(run("none"), right)
-    assert_close(run("mean"), right.mean())
+    assert_close(rows, right)
+    assert_close(mean, right.mean())
