@@ -26,7 +26,7 @@ SumFunction = Callable[..., tuple[jax.Array, Tree]]
 MapFunction = Callable[..., Tree]
 
 # Scores held at once when the user gives no block size: a few megabytes, so that a block's passes stay in cache.
-_SCORES = 1 << 21
+_SCORES = 3 << 19
 
 
 def rows_per_block(n: int, m: int, block_size: int | None) -> int:

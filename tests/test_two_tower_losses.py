@@ -387,7 +387,5 @@ def test_memory_is_linear(loss, make, reduction):
 @each_loss
 def test_65536_rows(loss):
     x = jax.ShapeDtypeStruct((65_536, 128), jnp.float32)
-    fixed = jax.value_and_grad(lambda x, y: getattr(nj, loss)(x, y, 0.1), argnums=(0, 1))
-    assert bytes_of(fixed, x, x) <= 400e6
-    learned = jax.value_and_grad(lambda x, y, t: getattr(nj, loss)(x, y, t), argnums=(0, 1, 2))
-    assert bytes_of(learned, x, x, jax.ShapeDtypeStruct((), jnp.float32)) <= 500e6
+    step = jax.value_and_grad(lambda x, y, t: getattr(nj, loss)(x, y, t), argnums=(0, 1, 2))
+    assert bytes_of(step, x, x, jax.ShapeDtypeStruct((), jnp.float32)) <= 400e6
