@@ -54,7 +54,7 @@ def _one_way(batch: Batch, options: Options) -> jax.Array:
         rows = map_rows(partial(_anchor_losses, options=options), anchors, candidates, block)
         return jnp.mean(rows.reshape(batch.members.label.shape[0], batch.views), axis=1)
     if block < n and batch.candidates is None and is_coupled(batch, options):
-        total, numbers = coupled_sum(batch, options)
+        total, numbers = coupled_sum(batch, anchors, candidates, options)
     elif block >= n and batch.candidates is None and options.only is None and is_builtin(options.similarity):
         total, numbers = _whole_sum(anchors, candidates, options)
     else:
@@ -86,7 +86,7 @@ def _both_ways(batch: Batch, options: Options) -> jax.Array:
     if whole:
         total = _whole_both_ways(anchors, candidates, options)
     else:
-        total, _ = coupled_sum(batch, options)
+        total, _ = coupled_sum(batch, anchors, candidates, options)
     return _reduced(total, anchors.weights, options)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ntxent_jax.batch import Anchors, Batch, Candidates, ready
+from ntxent_jax.batch import Anchors, Batch, Candidates
 from ntxent_jax.engine import rows_per_block, sum_over_rows
 from ntxent_jax.formulas import Extras, Negatives, Only, Positives, counted, one_term, pair_terms, several_terms
 from ntxent_jax.numerics import level_of, log_of_sum, masked_exp
@@ -62,12 +62,13 @@ def is_coupled(batch: Batch, options: Options) -> bool:
     return bounded and batch.temperature.ndim == 0 and all(option is None for option in one_sided)
 
 
-def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
+def coupled_sum(
+    batch: Batch, anchors: Anchors, candidates: Candidates, options: Options
+) -> tuple[jax.Array, jax.Array]:
     """Sum of the weighted terms of a streamed loss, and the number that each anchor adds to the count.
 
     Of anchors among themselves, or, given candidates, the mean of both directions.
     """
-    anchors, candidates = ready(batch, options.similarity)
     options = options._replace(precision=matmul_precision(options.precision, batch.anchors))
     n, sets = anchors.where.shape[0], 1 if batch.candidates is None else 2
     both = (anchors.rows, anchors.members), (candidates.rows, candidates.members)
@@ -78,7 +79,7 @@ def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
     only = None if options.only is None else _only(anchors, candidates, sets, options)
     weights, where = (jnp.tile(x, sets) for x in (anchors.weights / sets, anchors.where))
     inputs = Inputs(rows, numbers, Rest(numbers, weights, where, only, candidates.extras))
-    block = -(-n // -(-n // min(options.block_size or _ROWS, n)))
+    block = rows_per_block(n, n, options.block_size or _ROWS)
     blocks, most = -(-n // block), max(1, _ENTRIES // block**2)
     schedule = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
     steps = _steps(options, batch.extras.label_smoothing is not None)

@@ -188,26 +188,20 @@ def sum_both_ways(
     """
 
     def visited(inputs: Inputs) -> tuple[jax.Array, Tree]:
-        visits = _Visits(steps, layout(inputs.rows), schedule)
-        sums, terms, _ = _sums_and_terms(visits, inputs)
-        return steps.finish(visits.layout.unblock(sums), visits.layout.unblock(terms), inputs.rest)
+        block, unblock = layout(inputs.rows)
+        sums, terms, _ = _sums_and_terms(steps, schedule, block(inputs.rows), inputs.numbers)
+        return steps.finish(unblock(sums), unblock(terms), inputs.rest)
 
     def run(moderate: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree]:
         return either(moderate, visited, otherwise, inputs)
 
     def with_gradient(moving: Moving, moderate: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
         def visited_twice(inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
-            return _value_and_gradient(_Visits(steps, layout(inputs.rows), schedule), moving[1], inputs)
+            return _value_and_gradient(steps, layout(inputs.rows), schedule, moving[1], inputs)
 
         return either(moderate, visited_twice, value_and_gradient(otherwise, moving[1]), inputs)
 
     return with_derivative(run, with_gradient)(moderate, inputs)
-
-
-class _Visits(NamedTuple):
-    steps: Steps
-    layout: Layout
-    schedule: Schedule
 
 
 def _each(parts: tuple[Tree, ...], moving: list[bool]) -> list[list[bool]]:
@@ -216,14 +210,13 @@ def _each(parts: tuple[Tree, ...], moving: list[bool]) -> list[list[bool]]:
     return [[next(flags) for _ in jax.tree.leaves(part)] for part in parts]
 
 
-def _sums_and_terms(visits: _Visits, inputs: Inputs) -> tuple[Tree, Tree, Tree]:
-    """Sums, terms, and the derivative of each row's terms by its sum, in blocks."""
-    steps, rows = visits.steps, visits.layout.block(inputs.rows)
+def _sums_and_terms(steps: Steps, schedule: Schedule, rows: Tree, numbers: Tree) -> tuple[Tree, Tree, Tree]:
+    """Sums, terms, and the derivative of each row's terms by its sum, in blocks as the rows are."""
 
     def first(part: Part) -> Sides:
-        return _with_positives(steps, part, lambda positives: steps.first(part, inputs.numbers, positives))
+        return _with_positives(steps, part, lambda positives: steps.first(part, numbers, positives))
 
-    sums, *_ = _added_up(first, rows, visits.schedule)
+    sums, *_ = _added_up(first, rows, schedule)
     terms_of = steps.second
     if terms_of is None:
         return sums, None, None
@@ -234,19 +227,21 @@ def _sums_and_terms(visits: _Visits, inputs: Inputs) -> tuple[Tree, Tree, Tree]:
 
         def terms_and_slopes(positives: bool) -> Sides:
             ones = jax.tree.map(jnp.ones_like, known)
-            terms, slopes = jax.jvp(lambda *sums: terms_of(part, inputs.numbers, *sums), known, ones)
+            terms, slopes = jax.jvp(lambda *sums: terms_of(part, numbers, *sums), known, ones)
             sides = (terms[0], slopes[0]), (terms[1], slopes[1])
             return sides if positives else jax.tree.map(jnp.zeros_like, sides)
 
         return _with_positives(steps, part, terms_and_slopes)
 
-    (terms, slopes), *_ = _added_up(second, (rows, sums), visits.schedule)
+    (terms, slopes), *_ = _added_up(second, (rows, sums), schedule)
     return sums, terms, slopes
 
 
-def _value_and_gradient(visits: _Visits, moving: list[bool], inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
-    steps, unblock, rows = visits.steps, visits.layout.unblock, visits.layout.block(inputs.rows)
-    sums, terms, slopes = _sums_and_terms(visits, inputs)
+def _value_and_gradient(
+    steps: Steps, layout: Layout, schedule: Schedule, moving: list[bool], inputs: Inputs
+) -> tuple[jax.Array, Tree, list[jax.Array]]:
+    rows, unblock = layout.block(inputs.rows), layout.unblock
+    sums, terms, slopes = _sums_and_terms(steps, schedule, rows, inputs.numbers)
     of_inputs, of_numbers, of_rest = _each(inputs, moving)
     of_sets = _each(inputs.rows, of_inputs)
     of_rows = [any(flags) for flags in zip(*of_sets, strict=True)]
@@ -273,7 +268,7 @@ def _value_and_gradient(visits: _Visits, moving: list[bool], inputs: Inputs) -> 
         part = part._replace(own=own, others=others)
         return _with_positives(steps, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives))
 
-    by_blocks, by_numbers = _added_up(gradient, (rows, sums, by_sums, by_terms), visits.schedule)
+    by_blocks, by_numbers = _added_up(gradient, (rows, sums, by_sums, by_terms), schedule)
     by_sets = [
         x
         for flags, gradient in zip(of_sets, unblock(by_blocks), strict=True)

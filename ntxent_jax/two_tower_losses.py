@@ -146,7 +146,7 @@ def siglip_loss(
     References:
         Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023, https://arxiv.org/abs/2303.15343, eq. 1.
     """
-    batch = _pairs(images, texts, checks.one_number("temperature", temperature), ids, where, weights, similarity)
+    batch = _pairs(images, texts, checks.positive_number("temperature", temperature), ids, where, weights, similarity)
     batch = batch._replace(extras=batch.extras._replace(sigmoid_bias=checks.one_number("bias", bias)))
     return contrast(
         batch, Options(by_position, similarity, "sigmoid", at_own_position, False, reduction, block_size, precision)

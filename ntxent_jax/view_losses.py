@@ -195,7 +195,7 @@ def cluster_loss(
     checks.views([view.shape for view in views])
     real = checks.mask("where", where, views[0].shape[:1])
     views = [view if real is None else jnp.where(real[:, None], view, 0) for view in views]
-    loss = ntxent_views(*(view.T for view in views), temperature=checks.one_number("temperature", temperature))
+    loss = ntxent_views(*(view.T for view in views), temperature=checks.positive_number("temperature", temperature))
     loss += sum(_missing_entropy(view.astype(loss.dtype)) for view in views)
     return loss if real is None else jnp.where(jnp.any(real), loss, 0)
 
