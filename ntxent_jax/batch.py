@@ -8,7 +8,7 @@ from jax import lax
 
 from ntxent_jax.formulas import Extras
 from ntxent_jax.numerics import Level, compute_dtype
-from ntxent_jax.pairs import Members, with_positions
+from ntxent_jax.pairs import Members
 from ntxent_jax.similarities import Rows, Similarity, prepare
 
 
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         members: Labels and flags ``[n]`` of the items, ids ``[n * views]`` of the anchors.
         temperature: Shape ``[]`` or ``[n]``.
         weights: Shape ``[n]``, or None.
-        candidates: Shape ``[m, d]``. None: the anchors choose among themselves.
+        candidates: Shape ``[m, d]``. None: the anchors choose among themselves, and have ids.
         candidate_members: Labels, flags and ids ``[m]`` of the candidates.
         bias: Added to the candidates' logits, shape ``[m]``, or None.
         pair_where: Boolean, shape ``[n, m]``. False where a candidate is not a negative of an anchor. None: all are.
@@ -87,6 +87,12 @@ class Batch(NamedTuple):
     def views(self) -> int:
         """Number of anchors for each item."""
         return self.anchors.shape[0] // max(self.members.label.shape[0], 1)
+
+    @property
+    def row_members(self) -> Members:
+        """Labels and flags of the anchors, an item's for each of its views, and their ids."""
+        of_rows: Members = jax.tree.map(lambda x: jnp.repeat(x, self.views), self.members._replace(id=None))
+        return of_rows._replace(id=self.members.id)
 
 
 class Anchors(NamedTuple):
@@ -142,19 +148,16 @@ class Candidates(NamedTuple):
 def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
     """Fill in the defaults, hide the padding, and do once per row what can be done once."""
     dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
-    where = jnp.ones(items, jnp.bool_) if batch.members.where is None else batch.members.where
-    weights = jnp.where(where, jnp.ones(items, dtype) if batch.weights is None else batch.weights.astype(dtype), 0)
+    ones = jnp.ones_like(batch.anchors, dtype=dtype, shape=items)
+    where = ones != 0 if batch.members.where is None else batch.members.where
+    weights = jnp.where(where, ones if batch.weights is None else batch.weights.astype(dtype), 0)
     temperature = jnp.where(where, batch.temperature.astype(dtype), 1)
     temperature = jnp.where(temperature > 0, temperature, jnp.nan)
-    members = batch.members._replace(id=None)
-    where, weights, temperature, members = jax.tree.map(
-        lambda x: jnp.repeat(x, batch.views), (where, weights, temperature, members)
-    )
-    members = members._replace(id=batch.members.id)
+    where, weights, temperature = (jnp.repeat(x, batch.views) for x in (where, weights, temperature))
+    members = batch.row_members
     rows = _visible(batch.anchors, members.where)
     if batch.candidates is None or batch.candidate_members is None:
-        members = candidate_members = with_positions(members)
-        candidates = rows
+        candidates, candidate_members = rows, members
     else:
         candidate_members = batch.candidate_members
         candidates = _visible(batch.candidates, candidate_members.where)

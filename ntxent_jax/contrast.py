@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
 from ntxent_jax.coupled import coupled_sum, is_coupled
+from ntxent_jax.devices import alike
 from ntxent_jax.engine import map_rows, rows_per_block, sum_of_either, sum_over_rows
 from ntxent_jax.formulas import Terms, negatives_of, one_term, only_positive
 from ntxent_jax.numerics import divide_or_zero, level_of
@@ -37,7 +38,7 @@ def _run(loss: Loss, batch: Batch, options: Options) -> jax.Array:
 
 def _evaluate(loss: Loss, batch: Batch, options: Options) -> jax.Array:
     with jax.default_matmul_precision(matmul_precision(options.precision, batch.anchors)):
-        return loss(batch, options)
+        return loss(alike(batch), options)
 
 
 _compiled = jax.jit(_evaluate, static_argnums=(0, 2))
@@ -102,4 +103,5 @@ def _whole_both_ways(anchors: Anchors, candidates: Candidates, options: Options)
 
 
 def _reduced(total: jax.Array, counts: jax.Array, options: Options) -> jax.Array:
-    return total if options.reduction == "sum" else divide_or_zero(total, jnp.sum(counts))
+    total, count = options.devices.summed((total, jnp.sum(counts)))
+    return total if options.reduction == "sum" else divide_or_zero(total, count)

@@ -150,7 +150,7 @@ def _sums_of_tile(
     if options.only is None and options.form != "pair":
         below = jnp.where(masks.positive, numbers.middle - scores, 0)
         several = [masked_exp(logits, masks.positive), masks.positive.astype(scores.dtype), below]
-        entries += several if positives else [jnp.zeros((1, 1), scores.dtype)] * 3
+        entries += several if positives else [jnp.zeros_like(scores[:1, :1])] * 3
     shape = scores.shape
     rows, columns = zip(*(_both_sides(jnp.broadcast_to(x, shape), part) for x in entries), strict=True)
     return rows, columns

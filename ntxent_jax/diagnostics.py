@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
+from ntxent_jax.devices import AxisName, Devices, alike, devices_along, on_any_mesh
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import labelled_batch
 from ntxent_jax.numerics import compute_dtype, divide_or_nan
@@ -96,6 +97,7 @@ class BatchStatistics(NamedTuple):
     chance_loss: jax.Array
 
 
+@on_any_mesh
 def batch_statistics(
     embeddings: ArrayLike,
     labels: ArrayLike,
@@ -108,6 +110,7 @@ def batch_statistics(
     where: ArrayLike | None = None,
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
 ) -> BatchStatistics:
     """Numbers worth logging beside the loss: they show a batch without positives, a collapse, or identical views.
 
@@ -125,6 +128,7 @@ def batch_statistics(
         similarity: Function ``(x [n, d], y [m, d]) -> [n, m]``, larger is more similar.
         block_size: Number of anchors compared with all candidates at once. Default: chosen so that a block stays in
             cache.
+        axis_name: As in :func:`ntxent`: statistics of the batch on all devices.
 
     Returns:
         A :class:`BatchStatistics` of scalars, float32, or float64 for float64 rows.
@@ -148,15 +152,25 @@ def batch_statistics(
         accuracy                     0.5000
         chance_loss                  1.0986
     """
+    devices = devices_along(axis_name)
     batch = labelled_batch(
-        embeddings, labels, 1.0, candidates, candidate_labels, candidate_where, ids, candidate_ids, where
+        embeddings,
+        labels,
+        1.0,
+        candidates,
+        candidate_labels,
+        candidate_where,
+        ids,
+        candidate_ids,
+        where,
+        devices=devices,
     )
     checks.options("none", similarity, block_size, None)
-    return (_compiled if is_builtin(similarity) else _statistics)(batch, similarity, block_size)
+    return (_compiled if is_builtin(similarity) else _statistics)(batch, similarity, block_size, devices)
 
 
-def _statistics(batch: Batch, similarity: Similarity, block_size: int | None) -> BatchStatistics:
-    anchors, candidates = ready(batch, similarity)
+def _statistics(batch: Batch, similarity: Similarity, block_size: int | None, devices: Devices) -> BatchStatistics:
+    anchors, candidates = ready(alike(batch), similarity)
     block = rows_per_block(anchors.where.shape[0], candidates.members.label.shape[0], block_size)
     with jax.default_matmul_precision(matmul_precision(None, batch.anchors)):
         rows = map_rows(partial(_row_statistics, similarity=similarity), anchors, candidates, block)
@@ -164,6 +178,7 @@ def _statistics(batch: Batch, similarity: Similarity, block_size: int | None) ->
     total = {name: jnp.sum(jnp.where(anchors.where, value, 0)) for name, value in rows.items()}
     counted = (counts, anchors.where & (rows["num_negatives"] > 0))
     num_anchors, with_negatives = (jnp.sum(flags).astype(rows["right"].dtype) for flags in counted)
+    total, num_anchors, with_negatives = devices.summed((total, num_anchors, with_negatives))
     return BatchStatistics(
         num_anchors=num_anchors,
         num_positives=total["num_positives"],
@@ -176,7 +191,7 @@ def _statistics(batch: Batch, similarity: Similarity, block_size: int | None) ->
     )
 
 
-_compiled = jax.jit(_statistics, static_argnums=(1, 2))
+_compiled = jax.jit(_statistics, static_argnums=(1, 2, 3))
 
 
 def _row_statistics(

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
+from ntxent_jax.devices import on_any_mesh
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.numerics import compute_dtype, divide_or_zero, masked_log_sum
 from ntxent_jax.pairs import Members, by_label
@@ -15,6 +16,7 @@ from ntxent_jax.scores import Options, matmul_precision, tile
 from ntxent_jax.similarities import cosine_similarity, l2_normalize
 
 
+@on_any_mesh
 def alignment(
     view_a: ArrayLike, view_b: ArrayLike, *, exponent: ArrayLike = 2, where: ArrayLike | None = None
 ) -> jax.Array:
@@ -67,6 +69,7 @@ def alignment(
     return result
 
 
+@on_any_mesh
 def uniformity(embeddings: ArrayLike, *, t: ArrayLike = 2, where: ArrayLike | None = None) -> jax.Array:
     r"""How evenly rows cover the unit sphere: the lower, the more evenly.
 
@@ -115,7 +118,7 @@ def uniformity(embeddings: ArrayLike, *, t: ArrayLike = 2, where: ArrayLike | No
     n = rows.shape[0]
     sharpness = checks.positive_number("t", t)
     # Every row is alone with its label, so all others are its negatives.
-    members = Members(jnp.arange(n), checks.mask("where", where, (n,)))
+    members = Members(jnp.arange(n), checks.mask("where", where, (n,)), jnp.arange(n))
     result: jax.Array = _uniformity(Batch(rows, members, 1 / sharpness.astype(compute_dtype(rows))), None)
     return result
 

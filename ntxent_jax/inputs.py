@@ -6,8 +6,9 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Batch, Filter, OwnCandidates
+from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.formulas import Extras
-from ntxent_jax.pairs import Members, labelled
+from ntxent_jax.pairs import Members, labelled, with_positions
 from ntxent_jax.similarities import Similarity, is_builtin
 
 
@@ -29,6 +30,7 @@ def labelled_batch(
     candidate_ids: ArrayLike | None,
     where: ArrayLike | None,
     weights: ArrayLike | None = None,
+    devices: Devices = ALONE,
 ) -> Batch:
     """Rows whose labels say which belong together."""
     anchors, others = checks.rows("embeddings", embeddings, "[n, d]", "[n, views, d]"), None
@@ -49,14 +51,16 @@ def labelled_batch(
     if members.id is not None:
         members = members._replace(id=members.id.reshape(-1))
     n = anchors.shape[0]
-    return Batch(
+    batch = Batch(
         anchors.reshape(-1, anchors.shape[-1]),
         members,
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
-        others,
-        other_members,
     )
+    if others is None:
+        return _among_themselves(batch, devices)
+    others, other_members = devices.gathered((others, other_members))
+    return batch._replace(candidates=others, candidate_members=other_members)
 
 
 def view_batch(
@@ -65,18 +69,30 @@ def view_batch(
     where: ArrayLike | None,
     weights: ArrayLike | None,
     similarity: Similarity,
+    devices: Devices,
 ) -> Batch:
     """Rows of several views, row ``i`` of each being item ``i``."""
     named = {f"views[{i}]": rows_for(similarity, f"views[{i}]", view, "[n, d]") for i, view in enumerate(views)}
     checks.views([view.shape for view in named.values()])
     rows = jnp.stack(checks.same_rows(**named), axis=1)
     n = rows.shape[0]
-    return Batch(
+    batch = Batch(
         rows.reshape(-1, *rows.shape[2:]),
-        Members(jnp.arange(n), checks.mask("where", where, (n,))),
+        Members(devices.positions(n), checks.mask("where", where, (n,))),
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
     )
+    return _among_themselves(batch, devices)
+
+
+def _among_themselves(batch: Batch, devices: Devices) -> Batch:
+    """Rows choose among all rows, those of other devices too: by default the id of a row is its position among them."""
+    rows = batch.anchors
+    batch = batch._replace(members=with_positions(batch.members, devices.positions(rows.shape[0])))
+    if devices.axis is None or devices.ring:
+        return batch
+    rows, members = devices.gathered((rows, batch.row_members))
+    return batch._replace(candidates=rows, candidate_members=members)
 
 
 def query_batch(
@@ -92,6 +108,7 @@ def query_batch(
     where: ArrayLike | None,
     weights: ArrayLike | None,
     similarity: Similarity,
+    devices: Devices,
     names: tuple[str, str] = ("queries", "keys"),
 ) -> Batch:
     """Rows of queries and of keys, row ``i`` of the keys being the positive of row ``i`` of the queries."""
@@ -105,22 +122,21 @@ def query_batch(
     checks.paired(names, n, m)
     key_ids = ids if key_ids is None and m == n else key_ids
     checks.together(ids=ids, key_ids=key_ids)
-    members = Members(jnp.arange(n), checks.mask("where", where, (n,)), checks.ids("ids", ids, (n,)))
+    places = devices.positions(m)
+    members = Members(places[:n], checks.mask("where", where, (n,)), checks.ids("ids", ids, (n,)))
     key_real = checks.mask("key_where", key_where, (m,))
     if members.where is not None:
         hidden = jnp.concatenate([members.where, jnp.ones(m - n, jnp.bool_)])
         key_real = hidden if key_real is None else hidden & key_real
-    key_members = Members(jnp.arange(m), key_real, checks.ids("key_ids", key_ids, (m,)))
+    key_members = Members(places, key_real, checks.ids("key_ids", key_ids, (m,)))
     checks.comparable(ids=members.id, key_ids=key_members.id)
     return Batch(
         anchors,
         members,
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
-        candidates,
-        key_members,
-        checks.numbers("key_bias", key_bias, (m,)),
-        checks.mask("pair_where", pair_where, (n, m), each="pair of a query and a key"),
+        *devices.gathered((candidates, key_members, checks.numbers("key_bias", key_bias, (m,)))),
+        checks.mask("pair_where", pair_where, (n, m * devices.number), each="pair of a query and a key"),
     )
 
 
@@ -135,7 +151,9 @@ def with_own_key_only(batch: Batch) -> Batch:
     return batch._replace(candidates=rows, candidate_members=members, bias=bias, pair_where=None, own=own)
 
 
-def with_negatives(batch: Batch, negatives: ArrayLike | None, negative_where: ArrayLike | None) -> Batch:
+def with_negatives(
+    batch: Batch, negatives: ArrayLike | None, negative_where: ArrayLike | None, devices: Devices
+) -> Batch:
     """Add negatives ``[k, d]`` for all queries, or ``[n, k, d]`` for their own query alone."""
     if negatives is None:
         checks.only_with("negatives", negative_where=negative_where)
@@ -147,7 +165,8 @@ def with_negatives(batch: Batch, negatives: ArrayLike | None, negative_where: Ar
     anchors, keys, rows = checks.same_rows(queries=batch.anchors, keys=_candidates(batch)[0], negatives=rows)
     batch = batch._replace(anchors=anchors, candidates=keys)
     if rows.ndim == rank:
-        return _with_shared(batch, rows, checks.mask("negative_where", negative_where, rows.shape[:1]))
+        real = checks.mask("negative_where", negative_where, rows.shape[:1])
+        return _with_shared(batch, *devices.gathered((rows, real)))
     real = checks.mask("negative_where", negative_where, rows.shape[:2])
     if batch.members.where is not None:
         of_queries = jnp.broadcast_to(batch.members.where[:, None], rows.shape[:2])
@@ -156,7 +175,11 @@ def with_negatives(batch: Batch, negatives: ArrayLike | None, negative_where: Ar
 
 
 def with_filter(
-    batch: Batch, margin: ArrayLike | None, guide_queries: ArrayLike | None, guide_keys: ArrayLike | None
+    batch: Batch,
+    margin: ArrayLike | None,
+    guide_queries: ArrayLike | None,
+    guide_keys: ArrayLike | None,
+    devices: Devices,
 ) -> Batch:
     """Leave out negatives that are closer than the positive, less a margin."""
     checks.together(guide_queries=guide_queries, guide_keys=guide_keys)
@@ -166,12 +189,12 @@ def with_filter(
         return batch
     if guide_queries is None or guide_keys is None:
         return batch._replace(filter=Filter(value))
-    keys, _ = _candidates(batch)
-    guides = checks.same_rows(
+    keys = _candidates(batch)[0].shape[0] // devices.shares
+    queries, of_keys = checks.same_rows(
         guide_queries=checks.guides("guide_queries", guide_queries, batch.anchors.shape[0]),
-        guide_keys=checks.guides("guide_keys", guide_keys, keys.shape[0]),
+        guide_keys=checks.guides("guide_keys", guide_keys, keys),
     )
-    return batch._replace(filter=Filter(value, *guides))
+    return batch._replace(filter=Filter(value, queries, devices.gathered(of_keys)))
 
 
 def with_extras(

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.contrast import contrast
+from ntxent_jax.devices import AxisName, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import labelled_batch
 from ntxent_jax.pairs import by_label
 from ntxent_jax.scores import Options, Reduction
@@ -15,6 +16,7 @@ from ntxent_jax.similarities import Similarity, cosine_similarity
 Denominator = Literal["pair", "all", "negatives"]
 
 
+@on_any_mesh
 def ntxent(
     embeddings: ArrayLike,
     labels: ArrayLike,
@@ -31,6 +33,8 @@ def ntxent(
     reduction: Reduction = "mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     r"""NT-Xent: how surely each row picks a row of its own label among rows of other labels.
@@ -72,6 +76,14 @@ def ntxent(
             ``x`` alone, each column on one row of ``y``.
         block_size: Number of anchors visited at once. Default: all while the matrix of similarities is small, then
             as many as fit in a few megabytes. Same result up to rounding.
+        axis_name: Name of the axis, or names of the axes, of a surrounding ``jax.shard_map``, ``jax.pmap`` or
+            ``jax.vmap`` along which the batch is split. Then every array with rows is this device's share, given ids
+            and labels are global, anchors choose among the rows of all devices, and every device returns the loss of
+            the whole batch (``"none"``: of its own anchors). Average the gradients of parameters with
+            ``jax.lax.pmean``; see the page on many devices. Leave it out under plain ``jax.jit``.
+        gather: ``"all"``: the candidates of all devices are gathered on each. ``"ring"``: they pass by, one device's
+            at a time, which needs memory for two shares only and, where the similarity is symmetric, two thirds of the
+            work. Same result. ``"none"`` is always gathered.
         precision: Precision of matrix products, as in ``jax.default_matmul_precision``. Default: ``"highest"``, or the
             backend's own for bfloat16 rows.
 
@@ -108,7 +120,8 @@ def ntxent(
         https://arxiv.org/abs/2110.06848, eq. 5.
     """
     checks.choice("denominator", denominator, ("pair", "all", "negatives"))
-    options = Options(by_label, similarity, denominator, None, False, reduction, block_size, precision)
+    devices = devices_along(axis_name, gather)
+    options = Options(by_label, similarity, denominator, None, False, reduction, block_size, precision, devices)
     batch = labelled_batch(
         embeddings,
         labels,
@@ -120,10 +133,12 @@ def ntxent(
         candidate_ids,
         where,
         weights,
+        devices,
     )
     return contrast(batch, options)
 
 
+@on_any_mesh
 def supcon_loss(
     embeddings: ArrayLike,
     labels: ArrayLike,
@@ -140,6 +155,8 @@ def supcon_loss(
     reduction: Reduction = "anchor_mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     r"""Supervised contrastive loss: all rows of a label attract each other, among all other rows.
@@ -176,6 +193,8 @@ def supcon_loss(
             ``"none"``, as in :func:`ntxent`. ``"in"`` has one term per anchor.
         similarity: As in :func:`ntxent`.
         block_size: As in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -200,8 +219,9 @@ def supcon_loss(
         Khosla et al., "Supervised Contrastive Learning", 2020, https://arxiv.org/abs/2004.11362, eq. 2 and 3.
     """
     checks.choice("form", form, ("out", "in"))
+    devices = devices_along(axis_name, gather)
     options = Options(
-        by_label, similarity, "in" if form == "in" else "all", None, False, reduction, block_size, precision
+        by_label, similarity, "in" if form == "in" else "all", None, False, reduction, block_size, precision, devices
     )
     batch = labelled_batch(
         embeddings,
@@ -214,5 +234,6 @@ def supcon_loss(
         candidate_ids,
         where,
         weights,
+        devices,
     )
     return contrast(batch, options)

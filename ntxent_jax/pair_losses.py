@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import only_finite
+from ntxent_jax.devices import on_any_mesh
 from ntxent_jax.numerics import LogSum, compute_dtype, divide_or_zero, segment_log_sum, softplus
 from ntxent_jax.scores import Reduction, matmul_precision
 from ntxent_jax.similarities import Similarity, compare_own, cosine_similarity, is_builtin
@@ -15,6 +16,7 @@ from ntxent_jax.similarities import Similarity, compare_own, cosine_similarity, 
 _PAIRS = 1 << 14
 
 
+@on_any_mesh
 def ntxent_pairs(
     embeddings: ArrayLike,
     positives: ArrayLike,

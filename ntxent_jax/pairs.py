@@ -160,7 +160,7 @@ def pair_masks(
         candidate_ids=candidate_ids,
     )
     if candidates is None:
-        anchors = candidates = with_positions(anchors)
+        anchors = candidates = with_positions(anchors, jnp.arange(shape[0]))
     masks = by_label(anchors, candidates)
     real = jnp.ones(shape, jnp.bool_) if anchors.where is None else anchors.where
     return PairMasks(masks.positive & real[:, None], masks.negative & real[:, None])
@@ -203,6 +203,6 @@ def labelled(
     return anchors, candidates
 
 
-def with_positions(rows: Members) -> Members:
+def with_positions(rows: Members, positions: jax.Array) -> Members:
     """Rows that choose among themselves: the id of a row defaults to its position."""
-    return rows if rows.id is not None else rows._replace(id=jnp.arange(rows.label.shape[0]))
+    return rows if rows.id is not None else rows._replace(id=positions)

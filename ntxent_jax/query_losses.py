@@ -8,12 +8,14 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.contrast import contrast
+from ntxent_jax.devices import ALONE, AxisName, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import query_batch, with_extras, with_filter, with_negatives, with_own_key_only
 from ntxent_jax.pairs import at_own_position, by_position
 from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity, turned
 
 
+@on_any_mesh
 def info_nce_loss(
     queries: ArrayLike,
     keys: ArrayLike,
@@ -39,6 +41,8 @@ def info_nce_loss(
     reduction: Reduction = "mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     r"""InfoNCE: how surely each query picks its own key among all keys and further negatives.
@@ -88,6 +92,8 @@ def info_nce_loss(
             ``"sum"``, or ``"none"``: one loss for each query, 0 where it does not count.
         similarity: As in :func:`ntxent`.
         block_size: Number of queries visited at once, as in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -135,6 +141,8 @@ def info_nce_loss(
         https://arxiv.org/abs/2402.16829.
     """
     checks.prior_alone(class_prior, hardness, label_smoothing, similarity is cosine_similarity)
+    devices = devices_along(axis_name, gather)
+    of_keys = devices if in_batch else ALONE  # Own keys stay with their queries.
     batch = query_batch(
         queries,
         keys,
@@ -147,19 +155,21 @@ def info_nce_loss(
         where=where,
         weights=weights,
         similarity=similarity,
+        devices=of_keys,
     )
-    batch = with_filter(batch, margin, guide_queries, guide_keys)
+    batch = with_filter(batch, margin, guide_queries, guide_keys, of_keys)
     batch = with_extras(batch, label_smoothing=label_smoothing, class_prior=class_prior, hardness=hardness)
     if not in_batch:
         checks.something_to_choose(negatives, guide_keys)
         batch = with_own_key_only(batch)
-    batch = with_negatives(batch, negatives, negative_where)
-    return contrast(
-        batch,
-        Options(by_position, similarity, "pair", at_own_position, relative_margin, reduction, block_size, precision),
+    batch = with_negatives(batch, negatives, negative_where, devices)
+    options = Options(
+        by_position, similarity, "pair", at_own_position, relative_margin, reduction, block_size, precision, devices
     )
+    return contrast(batch, options)
 
 
+@on_any_mesh
 def multiple_negatives_ranking_loss(
     anchors: ArrayLike,
     positives: ArrayLike,
@@ -181,6 +191,8 @@ def multiple_negatives_ranking_loss(
     reduction: Reduction = "mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     """Multiple negatives ranking loss of sentence-transformers: each anchor chooses among all positives and negatives.
@@ -213,6 +225,8 @@ def multiple_negatives_ranking_loss(
         reduction: As in :func:`info_nce_loss`.
         similarity: :func:`cosine_similarity` or, as for models tuned for it, :func:`dot_product`; as in :func:`ntxent`.
         block_size: As in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -255,6 +269,8 @@ def multiple_negatives_ranking_loss(
         reduction=reduction,
         similarity=similarity,
         block_size=block_size,
+        axis_name=axis_name,
+        gather=gather,
         precision=precision,
     )
     loss = one_way(

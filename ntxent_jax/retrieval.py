@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
+from ntxent_jax.devices import ALONE, on_any_mesh
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import query_batch, rows_for
 from ntxent_jax.numerics import divide_or_nan
@@ -73,6 +74,7 @@ def top_k(
     return (_compiled_top_k if is_builtin(similarity) else _top_k)(batch, number, similarity, block_size)
 
 
+@on_any_mesh
 def retrieval_metrics(
     queries: ArrayLike,
     keys: ArrayLike | None = None,
@@ -183,6 +185,7 @@ def retrieval_metrics(
             where=where,
             weights=None,
             similarity=similarity,
+            devices=ALONE,
         )
     else:
         raise ValueError("without keys a query's own row is left out; pass labels to say which others are right")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ntxent_jax.batch import Anchors, Candidates
+from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.formulas import Form, Only, Terms, Tile, row_terms
 from ntxent_jax.numerics import divide_or_zero, divide_scores, picked
 from ntxent_jax.pairs import Members, PairMasks, Rule
@@ -28,6 +29,7 @@ class Options(NamedTuple):
         reduction: From the terms to the loss.
         block_size: Number of anchors visited at once, if the user chose it.
         precision: Of matrix products, if the user chose it.
+        devices: That hold the batch together.
     """
 
     rule: Rule
@@ -38,6 +40,7 @@ class Options(NamedTuple):
     reduction: Reduction = "mean"
     block_size: int | None = None
     precision: str | None = None
+    devices: Devices = ALONE
 
 
 def tile(own: Anchors, others: Candidates, options: Options) -> Tile:

@@ -286,7 +286,7 @@ def _negative_distances(x: Rows, y: Rows) -> jax.Array:
 
 
 def _cosine_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
-    one = jnp.ones((), compute_dtype(x.values))
+    one = jnp.ones_like(x.values, dtype=compute_dtype(x.values), shape=())
     return -one, one
 
 
@@ -298,7 +298,7 @@ def _product_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
 def _distance_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
     assert x.factors is not None and y.factors is not None
     farthest = sum(jnp.sqrt(jnp.max(rows, initial=0)) for rows in (x.factors, y.factors))
-    return -jnp.asarray(farthest), jnp.zeros((), compute_dtype(x.values))
+    return -jnp.asarray(farthest), jnp.zeros_like(jnp.asarray(farthest))
 
 
 def _plain_rows(x: jax.Array) -> Rows:

@@ -320,9 +320,13 @@ def _added_up(f: Callable[[Part], Sides], rows: Tree, schedule: Schedule) -> tup
 
     steps = jax.tree.map(jnp.asarray, schedule)
     of_own, _, *more = jax.eval_shape(of_tile, jax.tree.map(lambda x: x[0], steps))
+
+    def zeros(shape: tuple[int, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros_like(jax.tree.leaves(rows)[0], dtype=like.dtype, shape=shape)
+
     start = (
-        jax.tree.map(lambda x: jnp.zeros((blocks + overlap, *x.shape), x.dtype), of_own),
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), more),
+        jax.tree.map(lambda x: zeros((blocks + overlap, *x.shape), x), of_own),
+        jax.tree.map(lambda x: zeros(x.shape, x), more),
     )
     (totals, sums), _ = lax.scan(visit, start, steps)
     return jax.tree.map(lambda x: x[:blocks].at[:overlap].add(x[blocks:]), totals), *sums

@@ -6,12 +6,14 @@ from jax.typing import ArrayLike
 from ntxent_jax import checks
 from ntxent_jax.batch import Batch
 from ntxent_jax.contrast import contrast, contrast_both_ways
+from ntxent_jax.devices import AxisName, Devices, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import query_batch, with_extras
 from ntxent_jax.pairs import at_own_position, by_position
 from ntxent_jax.scores import Options, Reduction
-from ntxent_jax.similarities import Similarity, cosine_similarity
+from ntxent_jax.similarities import Similarity, cosine_similarity, turned
 
 
+@on_any_mesh
 def clip_loss(
     images: ArrayLike,
     texts: ArrayLike,
@@ -24,6 +26,8 @@ def clip_loss(
     reduction: Reduction = "mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     r"""CLIP: how surely each image picks its own text, and each text its own image.
@@ -52,6 +56,8 @@ def clip_loss(
             one loss for each pair, half the sum of its two directions.
         similarity: As in :func:`ntxent`.
         block_size: Number of images visited at once, as in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -78,14 +84,23 @@ def clip_loss(
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021,
         https://arxiv.org/abs/2103.00020, figure 3.
     """
-    batch = with_extras(
-        _pairs(images, texts, temperature, ids, where, weights, similarity), label_smoothing=label_smoothing
-    )
-    return contrast_both_ways(
-        batch, Options(by_position, similarity, "pair", at_own_position, False, reduction, block_size, precision)
+    devices = devices_along(axis_name, gather)
+    options = Options(
+        by_position, similarity, "pair", at_own_position, False, reduction, block_size, precision, devices
     )
 
+    def pairs(anchors: ArrayLike, candidates: ArrayLike, names: tuple[str, str]) -> Batch:
+        batch = _pairs(anchors, candidates, names, temperature, ids, where, weights, similarity, devices)
+        return with_extras(batch, label_smoothing=label_smoothing)
 
+    batch = pairs(images, texts, ("images", "texts"))
+    if devices.shares == 1:
+        return contrast_both_ways(batch, options)
+    other_way = pairs(texts, images, ("texts", "images"))
+    return (contrast(batch, options) + contrast(other_way, options._replace(similarity=turned(similarity)))) / 2
+
+
+@on_any_mesh
 def siglip_loss(
     images: ArrayLike,
     texts: ArrayLike,
@@ -98,6 +113,8 @@ def siglip_loss(
     reduction: Reduction = "mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     r"""SigLIP: for every image and every text on its own, whether they belong together.
@@ -125,6 +142,8 @@ def siglip_loss(
             ``"sum"``; or ``"none"``: the rows' sums.
         similarity: As in :func:`ntxent`.
         block_size: Number of images visited at once, as in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -146,26 +165,36 @@ def siglip_loss(
     References:
         Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023, https://arxiv.org/abs/2303.15343, eq. 1.
     """
-    batch = _pairs(images, texts, checks.positive_number("temperature", temperature), ids, where, weights, similarity)
+    devices, temperature = devices_along(axis_name, gather), checks.positive_number("temperature", temperature)
+    batch = _pairs(images, texts, ("images", "texts"), temperature, ids, where, weights, similarity, devices)
     batch = batch._replace(extras=batch.extras._replace(sigmoid_bias=checks.one_number("bias", bias)))
-    return contrast(
-        batch, Options(by_position, similarity, "sigmoid", at_own_position, False, reduction, block_size, precision)
+    options = Options(
+        by_position, similarity, "sigmoid", at_own_position, False, reduction, block_size, precision, devices
     )
+    return contrast(batch, options)
 
 
 def _pairs(
-    images: ArrayLike,
-    texts: ArrayLike,
+    anchors: ArrayLike,
+    candidates: ArrayLike,
+    names: tuple[str, str],
     temperature: ArrayLike,
     ids: ArrayLike | None,
     where: ArrayLike | None,
     weights: ArrayLike | None,
     similarity: Similarity,
+    devices: Devices,
 ) -> Batch:
-    names = ("images", "texts")
-    batch = query_batch(
-        images, texts, temperature, ids=ids, where=where, weights=weights, similarity=similarity, names=names
+    rows, others = checks.any_rows(names[0], anchors), checks.any_rows(names[1], candidates)
+    checks.equal_lengths(names, rows.shape[0], others.shape[0])
+    return query_batch(
+        rows,
+        others,
+        temperature,
+        ids=ids,
+        where=where,
+        weights=weights,
+        similarity=similarity,
+        devices=devices,
+        names=names,
     )
-    assert batch.candidates is not None
-    checks.equal_lengths(names, batch.anchors.shape[0], batch.candidates.shape[0])
-    return batch

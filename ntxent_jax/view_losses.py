@@ -6,6 +6,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.contrast import contrast
+from ntxent_jax.devices import AxisName, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import view_batch
 from ntxent_jax.label_losses import Denominator
 from ntxent_jax.numerics import divide_or_zero
@@ -14,6 +15,7 @@ from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity, dot_product
 
 
+@on_any_mesh
 def ntxent_views(
     *views: ArrayLike,
     temperature: ArrayLike = 0.07,
@@ -23,6 +25,8 @@ def ntxent_views(
     reduction: Reduction = "mean",
     similarity: Similarity = cosine_similarity,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     r"""NT-Xent of SimCLR: how surely each view of an item picks another view of the same item.
@@ -48,6 +52,8 @@ def ntxent_views(
         reduction: As in :func:`ntxent`; ``"none"`` is the mean over the views of each item, shape ``[n]``.
         similarity: As in :func:`ntxent`.
         block_size: As in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -81,9 +87,14 @@ def ntxent_views(
         https://arxiv.org/abs/2002.05709, eq. 1.
     """
     checks.choice("denominator", denominator, ("pair", "all", "negatives"))
-    batch = view_batch(*views, temperature=temperature, where=where, weights=weights, similarity=similarity)
+    devices = devices_along(axis_name, gather)
+    batch = view_batch(
+        *views, temperature=temperature, where=where, weights=weights, similarity=similarity, devices=devices
+    )
     only = at_other_view if len(views) == 2 else None
-    return contrast(batch, Options(by_label, similarity, denominator, only, False, reduction, block_size, precision))
+    return contrast(
+        batch, Options(by_label, similarity, denominator, only, False, reduction, block_size, precision, devices)
+    )
 
 
 def instance_loss(
@@ -96,6 +107,8 @@ def instance_loss(
     reduction: Reduction = "mean",
     similarity: Similarity = dot_product,
     block_size: int | None = None,
+    axis_name: AxisName | None = None,
+    gather: Gather = "all",
     precision: str | None = None,
 ) -> jax.Array:
     """Instance loss of Contrastive-Clustering: NT-Xent of two views with dot products, rows taken as they are.
@@ -113,6 +126,8 @@ def instance_loss(
         reduction: As in :func:`ntxent_views`.
         similarity: As in :func:`ntxent`.
         block_size: As in :func:`ntxent`.
+        axis_name: As in :func:`ntxent`.
+        gather: As in :func:`ntxent`.
         precision: As in :func:`ntxent`.
 
     Returns:
@@ -143,10 +158,13 @@ def instance_loss(
         reduction=reduction,
         similarity=similarity,
         block_size=block_size,
+        axis_name=axis_name,
+        gather=gather,
         precision=precision,
     )
 
 
+@on_any_mesh
 def cluster_loss(
     assignments_a: ArrayLike,
     assignments_b: ArrayLike,

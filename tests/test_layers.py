@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the lowest to the highest. A module imports only from modules of a line above its own.
 LAYERS = [
     ["checks"],
-    ["numerics"],
+    ["devices", "numerics"],
     ["similarities"],
     ["pairs"],
     ["formulas"],

@@ -107,8 +107,10 @@ def test_rows_without_an_id_are_nobody_elses_thing():
 
 
 def test_positions_are_the_default_ids():
-    np.testing.assert_array_equal(with_positions(Members(jnp.zeros(3, int))).id, [0, 1, 2])
-    np.testing.assert_array_equal(with_positions(Members(jnp.zeros(3, int), id=jnp.array([4, 4, 1]))).id, [4, 4, 1])
+    np.testing.assert_array_equal(with_positions(Members(jnp.zeros(3, int)), jnp.arange(3)).id, [0, 1, 2])
+    np.testing.assert_array_equal(
+        with_positions(Members(jnp.zeros(3, int), id=jnp.array([4, 4, 1])), jnp.arange(3)).id, [4, 4, 1]
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, 3])
