@@ -65,7 +65,10 @@ class Devices(NamedTuple):
 
     def summed(self, tree: Tree) -> Tree:
         """Sums over all devices."""
-        result: Tree = tree if self.axis is None else _sum_over(self._everywhere(tree), self.axis)
+        if self.axis is None:
+            return tree
+        # One by one: JAX 0.7 cannot transpose a sum of several of which only some have a derivative.
+        result: Tree = jax.tree.map(lambda x: _sum_over(x, self.axis), self._everywhere(tree))
         return result
 
     def _everywhere(self, tree: Tree) -> Tree:
@@ -106,6 +109,12 @@ def alike(tree: Tree) -> Tree:
 
     result: Tree = jax.tree.map(marked, tree)
     return result
+
+
+def is_alike(tree: Any) -> bool:
+    """Whether all arrays of a tree are of that type."""
+    alone, together = jax.tree.map(alike, tree), alike(tree)
+    return jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together)
 
 
 def on_any_mesh(f: Callable[P, Result]) -> Callable[P, Result]:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from ntxent_jax.devices import is_alike
 from ntxent_jax.numerics import compute_dtype
 
 Tree = Any
@@ -44,8 +45,12 @@ def sum_over_rows(f: SumFunction, anchors: Tree, candidates: Tree, block: int) -
     if block >= n:
         return f(anchors, jnp.ones(n, jnp.bool_), candidates)
     blocks = split(anchors, block)
-    f, closed_over = jax.closure_convert(f, *jax.tree.map(lambda x: x[0], blocks), candidates)
-    total, rows = _streamed_sum(f)(blocks, (candidates, *closed_over))
+    converted, closed_over = jax.closure_convert(f, *jax.tree.map(lambda x: x[0], blocks), candidates)
+    if is_alike((blocks, candidates, closed_over)):
+        total, rows = _streamed_sum(converted)(blocks, (candidates, *closed_over))
+    else:  # What a similarity closes over is the same on all devices: JAX itself must add up its gradient over them.
+        totals, rows = lax.map(jax.checkpoint(lambda own: f(*own, candidates)), blocks)
+        total = jnp.sum(totals)
     return total, join(rows, n)
 
 
