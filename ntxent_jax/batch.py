@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.formulas import Extras
 from ntxent_jax.numerics import Level, compute_dtype
 from ntxent_jax.pairs import Members
@@ -108,6 +109,7 @@ class Anchors(NamedTuple):
         plain: Rows before preparation, to be compared with ``own``, or None.
         own: As in :class:`Batch`.
         guide: Rows of a guide model, prepared, or None.
+        right: Similarity to the positive that decides over negatives, shape ``[n]``. None: it is among those at hand.
     """
 
     rows: Rows
@@ -119,6 +121,7 @@ class Anchors(NamedTuple):
     plain: jax.Array | None
     own: OwnCandidates | None
     guide: Rows | None
+    right: jax.Array | None = None
 
 
 class Candidates(NamedTuple):
@@ -145,8 +148,9 @@ class Candidates(NamedTuple):
     level: Level | None = None
 
 
-def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
+def ready(batch: Batch, similarity: Similarity, devices: Devices = ALONE) -> tuple[Anchors, Candidates]:
     """Fill in the defaults, hide the padding, and do once per row what can be done once."""
+    devices = devices if devices.ring else ALONE  # Gathered candidates are at hand.
     dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
     ones = jnp.ones_like(batch.anchors, dtype=dtype, shape=items)
     where = ones != 0 if batch.members.where is None else batch.members.where
@@ -162,8 +166,8 @@ def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
         candidate_members = batch.candidate_members
         candidates = _visible(batch.candidates, candidate_members.where)
     own = batch.own and batch.own._replace(rows=_visible(batch.own.rows, batch.own.where))
-    anchor_rows, candidate_rows = prepare(similarity, rows, candidates)
-    guides = _ready_guides(batch.filter, similarity, where, candidate_members.where)
+    anchor_rows, candidate_rows = prepare(similarity, rows, candidates, devices)
+    guides = _ready_guides(batch.filter, similarity, where, candidate_members.where, devices)
     margin = None if batch.filter is None else batch.filter.margin.astype(dtype)
     bias, hardness, extras = jax.tree.map(lambda x: x.astype(dtype), (batch.bias, batch.hardness, batch.extras))
     plain = rows if own else None
@@ -174,13 +178,17 @@ def ready(batch: Batch, similarity: Similarity) -> tuple[Anchors, Candidates]:
 
 
 def _ready_guides(
-    guide: Filter | None, similarity: Similarity, where: jax.Array, candidate_where: jax.Array | None
+    guide: Filter | None,
+    similarity: Similarity,
+    where: jax.Array,
+    candidate_where: jax.Array | None,
+    devices: Devices,
 ) -> tuple[Rows, Rows] | tuple[None, None]:
     if guide is None or guide.anchors is None or guide.candidates is None:
         return None, None
     anchors, candidates = lax.stop_gradient((guide.anchors, guide.candidates))
     candidate_where = None if candidate_where is None else candidate_where[: candidates.shape[0]]
-    return prepare(similarity, _visible(anchors, where), _visible(candidates, candidate_where))
+    return prepare(similarity, _visible(anchors, where), _visible(candidates, candidate_where), devices)
 
 
 def only_finite(rows: jax.Array) -> jax.Array:

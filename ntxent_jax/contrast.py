@@ -14,6 +14,7 @@ from ntxent_jax.engine import map_rows, rows_per_block, sum_of_either, sum_over_
 from ntxent_jax.formulas import Terms, negatives_of, one_term, only_positive
 from ntxent_jax.numerics import divide_or_zero, level_of
 from ntxent_jax.pairs import at_most_two_alike, somewhere
+from ntxent_jax.ring import ring_sum, ring_terms
 from ntxent_jax.scores import Options, anchor_sum, anchor_terms, matmul_precision, tile, weighted
 from ntxent_jax.similarities import has_range, is_builtin, score_range, turned
 
@@ -45,17 +46,23 @@ _compiled = jax.jit(_evaluate, static_argnums=(0, 2))
 
 
 def _one_way(batch: Batch, options: Options) -> jax.Array:
-    anchors, candidates = ready(batch, options.similarity)
+    ring = options.devices.ring
+    anchors, candidates = ready(batch, options.similarity, options.devices)
     n, m = anchors.where.shape[0], candidates.members.label.shape[0]
     block = rows_per_block(n, m, options.block_size)
-    if block < n and has_range(options.similarity):
-        level = level_of(*score_range(options.similarity, anchors.rows, candidates.rows), anchors.temperature)
-        candidates = candidates._replace(level=level)
+    if (ring or block < n) and has_range(options.similarity):
+        bounds = score_range(options.similarity, anchors.rows, candidates.rows, options.devices)
+        candidates = candidates._replace(level=level_of(*bounds, anchors.temperature))
     if options.reduction == "none":
-        rows = map_rows(partial(_anchor_losses, options=options), anchors, candidates, block)
+        if ring:
+            rows = ring_terms(anchors, candidates, options).total
+        else:
+            rows = map_rows(partial(_anchor_losses, options=options), anchors, candidates, block)
         return jnp.mean(rows.reshape(batch.members.label.shape[0], batch.views), axis=1)
-    if block < n and batch.candidates is None and is_coupled(batch, options):
+    if (ring or block < n) and batch.candidates is None and is_coupled(batch, options):
         total, numbers = coupled_sum(batch, anchors, candidates, options)
+    elif ring:
+        total, numbers = ring_sum(anchors, candidates, options)
     elif block >= n and batch.candidates is None and options.only is None and is_builtin(options.similarity):
         total, numbers = _whole_sum(anchors, candidates, options)
     else:
@@ -78,12 +85,12 @@ def _whole_sum(anchors: Anchors, candidates: Candidates, options: Options) -> tu
 
 
 def _both_ways(batch: Batch, options: Options) -> jax.Array:
-    n = batch.anchors.shape[0]
-    whole = rows_per_block(n, n, options.block_size) >= n
+    n, devices = batch.anchors.shape[0], options.devices
+    whole = not devices.ring and rows_per_block(n, n, options.block_size) >= n
     if options.reduction == "none" or not (whole or is_coupled(batch, options)):
         other = options._replace(similarity=turned(options.similarity))
         return (_one_way(batch, options) + _one_way(batch.turned(), other)) / 2
-    anchors, candidates = ready(batch, options.similarity)
+    anchors, candidates = ready(batch, options.similarity, devices)
     if whole:
         total = _whole_both_ways(anchors, candidates, options)
     else:

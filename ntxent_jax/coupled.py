@@ -8,20 +8,24 @@ import jax.numpy as jnp
 
 from ntxent_jax.batch import Anchors, Batch, Candidates
 from ntxent_jax.engine import rows_per_block, sum_over_rows
-from ntxent_jax.formulas import Extras, Negatives, Only, Positives, counted, one_term, pair_terms, several_terms
+from ntxent_jax.formulas import Extras, Negatives, Only, Positives, Sums, Terms, pair_terms, terms_of
 from ntxent_jax.numerics import level_of, log_of_sum, masked_exp
 from ntxent_jax.pairs import Members, PairMasks, only_negatives
+from ntxent_jax.ring import ring_sum
 from ntxent_jax.scores import Options, anchor_sum, matmul_precision, weighted
 from ntxent_jax.similarities import Rows, compare, compare_each, has_range, score_range
 from ntxent_jax.two_sided import (
     Inputs,
     Layout,
+    Meet,
     Part,
     Steps,
+    added_up,
     among_themselves,
     between,
     in_order,
     in_strides,
+    passed_around,
     sum_both_ways,
 )
 
@@ -74,18 +78,22 @@ def coupled_sum(
     both = (anchors.rows, anchors.members), (candidates.rows, candidates.members)
     rows = tuple(Met(x, members._replace(where=anchors.where)) for x, members in both[:sets])
     temperature = jnp.where(batch.temperature > 0, batch.temperature, jnp.nan).astype(anchors.weights.dtype)
-    level = level_of(*score_range(options.similarity, anchors.rows, candidates.rows), temperature)
+    level = level_of(*score_range(options.similarity, anchors.rows, candidates.rows, options.devices), temperature)
     numbers = Numbers(temperature, level.middle)
     only = None if options.only is None else _only(anchors, candidates, sets, options)
     weights, where = (jnp.tile(x, sets) for x in (anchors.weights / sets, anchors.where))
     inputs = Inputs(rows, numbers, Rest(numbers, weights, where, only, candidates.extras))
     block = rows_per_block(n, n, options.block_size or _ROWS)
-    blocks, most = -(-n // block), max(1, _ENTRIES // block**2)
-    schedule = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
+    blocks, most, devices = -(-n // block), max(1, _ENTRIES // block**2), options.devices
+    if devices.ring:
+        meet: Meet = partial(passed_around, sets=sets, most=most, devices=devices)
+    else:
+        meet = partial(added_up, schedule=among_themselves(blocks, most) if sets == 1 else between(blocks, most))
     steps = _steps(options, batch.extras.label_smoothing is not None)
-    layout = partial(_layout, block=block, by_label=options.only is None and jax.device_count() == 1)
+    at_hand = devices.ring or jax.device_count() == 1
+    layout = partial(_layout, block=block, by_label=options.only is None and at_hand)
     otherwise = partial(_row_by_row, options=options)
-    total, numbers_of_rows = sum_both_ways(steps, otherwise, layout, schedule, level.moderate, inputs)
+    total, numbers_of_rows = sum_both_ways(steps, otherwise, layout, meet, level.moderate, inputs)
     return total, numbers_of_rows[:n]
 
 
@@ -181,17 +189,15 @@ def _finish(
     sums, terms = (jax.tree.map(lambda *x: jnp.concatenate(x), *sets) for sets in (sums_of_sets, terms_of_sets))
     shape, form = sums[0].shape, options.form
     temperature, middle = (jnp.broadcast_to(x, shape) for x in rest.numbers)
-    negatives = log_of_sum(middle, sums[0])
+    negatives, positives = log_of_sum(middle, sums[0]), None
     if rest.only is not None:
         known = Negatives(negatives, *(sums[1:] or (sums[0], sums[0])))
-        total = one_term(rest.only.score, known, temperature, form, rest.extras, -1 / temperature)
-        number = rest.only.exists.astype(total.dtype)
-    elif terms is not None:
-        total, number = terms
     else:
-        positives = Positives(log_of_sum(middle, sums[1]), sums[2], sums[3])
-        total, number = several_terms(positives, negatives, temperature, form), positives.number
-    result = weighted(counted(total, number, negatives, form), rest.weights, rest.where, options.reduction)
+        known = Negatives(negatives, sums[0], sums[0])
+        positives = None if terms is not None else Positives(log_of_sum(middle, sums[1]), sums[2], sums[3])
+    pairs = None if terms is None else Terms(*terms)
+    result = terms_of(Sums(known, positives, rest.only), pairs, temperature, -1 / temperature, form, rest.extras)
+    result = weighted(result, rest.weights, rest.where, options.reduction)
     return jnp.sum(result.total), result.number
 
 
@@ -205,7 +211,10 @@ def _row_by_row(inputs: Inputs, *, options: Options) -> tuple[jax.Array, jax.Arr
         anchors = Anchors(own.rows, own.members, where, temperature, weights, None, None, None, None)
         candidates = Candidates(others.rows, others.members, None, None, None, None, rest.extras)
         with jax.default_matmul_precision(options.precision):
-            block = rows_per_block(n, n, options.block_size)
-            more, count = sum_over_rows(partial(anchor_sum, options=options), anchors, candidates, block)
+            if options.devices.ring:
+                more, count = ring_sum(anchors, candidates, options)
+            else:
+                block = rows_per_block(n, n, options.block_size)
+                more, count = sum_over_rows(partial(anchor_sum, options=options), anchors, candidates, block)
         total, counts = total + more, [*counts, count]
     return total, jnp.concatenate(counts)

@@ -26,7 +26,10 @@ Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
+# JAX's own have no types.
 _sum_over: Callable[..., Any] = lax.psum
+_largest_of: Callable[..., Any] = lax.pmax
+_passed_on: Callable[..., Any] = lax.ppermute
 _specification: Callable[..., PartitionSpec] = PartitionSpec
 
 
@@ -69,6 +72,20 @@ class Devices(NamedTuple):
             return tree
         # One by one: JAX 0.7 cannot transpose a sum of several of which only some have a derivative.
         result: Tree = jax.tree.map(lambda x: _sum_over(x, self.axis), self._everywhere(tree))
+        return result
+
+    def largest(self, tree: Tree) -> Tree:
+        """The largest number that any device has, a constant for differentiation."""
+        if self.axis is None:
+            return tree
+        local = self._everywhere(lax.stop_gradient(tree))
+        result: Tree = jax.tree.map(lambda x: _largest_of(x, self.axis), local)
+        return self._everywhere(result)
+
+    def passed_on(self, tree: Tree, steps: int = 1) -> Tree:
+        """What a device holds goes to the one that stands ``steps`` further in a circle of all."""
+        pairs = [(i, (i + steps) % self.number) for i in range(self.number)]
+        result: Tree = jax.tree.map(lambda x: _passed_on(x, self.axis, pairs), tree)
         return result
 
     def _everywhere(self, tree: Tree) -> Tree:
@@ -114,7 +131,7 @@ def alike(tree: Tree) -> Tree:
 def is_alike(tree: Any) -> bool:
     """Whether all arrays of a tree are of that type."""
     alone, together = jax.tree.map(alike, tree), alike(tree)
-    return jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together)
+    return bool(jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together))
 
 
 def on_any_mesh(f: Callable[P, Result]) -> Callable[P, Result]:

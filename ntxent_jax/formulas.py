@@ -21,11 +21,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ntxent_jax.numerics import Level, LogSum, divide_scores, masked_log_sum, softplus
+from ntxent_jax.numerics import Level, LogSum, divide_scores, log_of_sum, masked_log_sum, softplus
 from ntxent_jax.pairs import PairMasks
 
 Form = Literal["pair", "all", "negatives", "in", "sigmoid"]
+Linear = tuple[jax.Array, ...]
 
 # Its exponential is finite in float32, and times any prior that matters it is more than 1.
 _LARGE_LOGIT = 80
@@ -117,6 +119,20 @@ class Positives(NamedTuple):
     below: jax.Array
 
 
+class Sums(NamedTuple):
+    """All that the loss of an anchor needs to know of some candidates, except for terms of form ``pair``.
+
+    Attributes:
+        negatives: Of the anchors.
+        positives: Of anchors that may have several, or None.
+        only: The positive of anchors that have but one, or None.
+    """
+
+    negatives: Negatives
+    positives: Positives | None = None
+    only: Only | None = None
+
+
 def row_terms(tile: Tile, form: Form, one_positive: bool, extras: Extras) -> Terms:
     """Terms of every anchor of a tile.
 
@@ -124,18 +140,40 @@ def row_terms(tile: Tile, form: Form, one_positive: bool, extras: Extras) -> Ter
     """
     if form == "sigmoid":
         return _sigmoid_terms(tile, extras)
-    scores, masks, temperature, lowest, only, level = tile
+    sums = sums_of(tile, form, one_positive)
+    pairs = pairs_of(tile, sums.negatives.log_sum) if form == "pair" and not one_positive else None
+    return terms_of(sums, pairs, tile.temperature, tile.lowest, form, extras)
+
+
+def sums_of(tile: Tile, form: Form, one_positive: bool) -> Sums:
+    """What the candidates of a tile add up to."""
+    scores, masks, temperature, _, only, level = tile
     negatives = negatives_of(scores, masks.negative, temperature, level=level)
     if one_positive:
-        only = only or only_positive(scores, masks.positive)
+        return Sums(negatives, only=only or only_positive(scores, masks.positive))
+    return Sums(negatives, None if form == "pair" else positives_of(scores, masks.positive, temperature, level))
+
+
+def pairs_of(tile: Tile, negatives: LogSum) -> Terms:
+    """Terms of form ``pair`` with the positives of a tile, given the log-sum of all negatives."""
+    positive = tile.masks.positive
+    total = pair_terms(tile.scores, positive, negatives, tile.temperature)
+    return Terms(total, number_of(positive, tile.scores.dtype))
+
+
+def terms_of(
+    sums: Sums, pairs: Terms | None, temperature: jax.Array, lowest: jax.Array, form: Form, extras: Extras
+) -> Terms:
+    """Terms of every anchor, from sums over all of its candidates, or from its terms of form ``pair``."""
+    negatives, positives, only = sums
+    if only is not None:
         total = one_term(only.score, negatives, temperature, form, extras, lowest)
-        number = only.exists.astype(scores.dtype)
-    elif form == "pair":
-        total = pair_terms(scores, masks.positive, negatives.log_sum, temperature)
-        number = number_of(masks.positive, scores.dtype)
-    else:
-        positives = positives_of(scores, masks.positive, temperature, level)
+        number = only.exists.astype(total.dtype)
+    elif positives is not None:
         total, number = several_terms(positives, negatives.log_sum, temperature, form), positives.number
+    else:
+        assert pairs is not None
+        total, number = pairs
     return counted(total, number, negatives.log_sum, form)
 
 
@@ -210,6 +248,49 @@ def only_positive(scores: jax.Array, mask: jax.Array, axis: int = 1) -> Only:
 def number_of(mask: jax.Array, dtype: jnp.dtype, axis: int = 1) -> jax.Array:
     """How many entries along an axis of ``[n, m]`` are True, as floating numbers."""
     return jnp.sum(mask, axis, dtype=dtype)
+
+
+def added(x: Sums, y: Sums, temperature: jax.Array) -> Sums:
+    """Sums over two sets of candidates together."""
+    levels = levels_of(x, y)
+    parts = (linear(sums, levels, temperature) for sums in (x, y))
+    return from_linear(jax.tree.map(jnp.add, *parts), levels, x.only is not None)
+
+
+def levels_of(*several: Sums) -> tuple[jax.Array, ...]:
+    """A score near the largest of the negatives, and of the positives if they are summed; 0 where there are none."""
+    highest = [
+        jnp.stack([jnp.where(x.log_sum.log_sum != -jnp.inf, x.log_sum.maximum, -jnp.inf) for x in same])
+        for same in (
+            [sums.negatives for sums in several],
+            [sums.positives for sums in several if sums.positives is not None],
+        )
+        if same
+    ]
+    levels = (lax.stop_gradient(jnp.max(x, axis=0)) for x in highest)
+    return tuple(jnp.where(level != -jnp.inf, level, 0) for level in levels)
+
+
+def linear(sums: Sums, levels: tuple[jax.Array, ...], temperature: jax.Array) -> Linear:
+    """Numbers that are sums over candidates, exponentials being measured from a level for each log-sum."""
+    (log_sum, number, total), positives, only = sums
+    result = [log_sum.above(levels[0], temperature), number, total]
+    if positives is not None:
+        log_sum, number, below = positives
+        result += [log_sum.above(levels[1], temperature), number, below + number * (levels[1] - log_sum.maximum)]
+    if only is not None:
+        result += [only.score, only.exists.astype(only.score.dtype)]
+    return tuple(result)
+
+
+def from_linear(numbers: Linear, levels: tuple[jax.Array, ...], one_positive: bool) -> Sums:
+    """The inverse of :func:`linear`."""
+    negatives = Negatives(log_of_sum(levels[0], numbers[0]), *numbers[1:3])
+    if one_positive:
+        score, number = numbers[3:]
+        return Sums(negatives, only=Only(score, number > 0))
+    positives = None if len(levels) == 1 else Positives(log_of_sum(levels[1], numbers[3]), *numbers[4:])
+    return Sums(negatives, positives)
 
 
 def _debiased(excess: jax.Array, number: jax.Array, floor: jax.Array, prior: jax.Array) -> jax.Array:

@@ -230,8 +230,14 @@ def _with_shared(batch: Batch, rows: jax.Array, where: jax.Array | None) -> Batc
         candidates=jnp.concatenate([keys, rows]),
         candidate_members=new,
         bias=None if bias is None else jnp.pad(bias, (0, k)),
-        pair_where=None if pair_where is None else jnp.pad(pair_where, ((0, 0), (0, k)), constant_values=True),
+        pair_where=None if pair_where is None else _beside_each(pair_where, m, k),
     )
+
+
+def _beside_each(pair_where: jax.Array, m: int, k: int) -> jax.Array:
+    """``k`` more columns, all True, behind every ``m``: those of each device if it keeps its own."""
+    n = pair_where.shape[0]
+    return jnp.pad(pair_where.reshape(n, -1, m), ((0, 0), (0, 0), (0, k)), constant_values=True).reshape(n, -1)
 
 
 def _with_own(batch: Batch, rows: jax.Array, where: jax.Array | None) -> Batch:

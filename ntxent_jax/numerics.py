@@ -37,6 +37,12 @@ class LogSum(NamedTuple):
         """``log(sum(exp(s / T))) - scores / T``, exact where the maximum and the scores are close."""
         return (self.maximum - scores) / temperature + self.log_sum
 
+    def above(self, level: jax.Array, temperature: jax.Array) -> jax.Array:
+        """``sum(exp((s - level) / T))``, which can be added to another such sum: see :func:`log_of_sum`."""
+        some = self.log_sum != -jnp.inf
+        shifted = jnp.where(some, self.maximum - level, 0) / temperature
+        return jnp.where(some, jnp.exp(jnp.where(some, self.log_sum, 0) + shifted), 0)
+
 
 class Level(NamedTuple):
     """A score in the middle of all, and whether none lies so far from it that its exponential leaves the dtype's range.

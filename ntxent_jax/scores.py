@@ -45,6 +45,17 @@ class Options(NamedTuple):
 
 def tile(own: Anchors, others: Candidates, options: Options) -> Tile:
     """Some anchors against all of their candidates: those that all anchors share, then their own."""
+    similarities, masks = _similarities_and_masks(own, others, options)
+    if others.margin is not None:
+        similarities, masks = _filtered(similarities, masks, own, others, others.margin, options)
+    added, lowest, temperature = _added_logits(similarities, masks, own, others), -1 / own.temperature, own.temperature
+    scores, level = similarities, None if own.own else others.level
+    if added is not None:
+        scores, level, temperature = divide_scores(scores, temperature) + added, None, logit_temperature(own, others)
+    return Tile(scores, masks, temperature, lowest, _only(scores, masks, own, others, options), level)
+
+
+def _similarities_and_masks(own: Anchors, others: Candidates, options: Options) -> tuple[jax.Array, PairMasks]:
     similarities, masks = compare(options.similarity, own.rows, others.rows), options.rule(own.members, others.members)
     if own.pair_where is not None:
         masks = PairMasks(masks.positive, masks.negative & own.pair_where)
@@ -52,14 +63,13 @@ def tile(own: Anchors, others: Candidates, options: Options) -> Tile:
         similarities = _beside(similarities, compare_own(options.similarity, own.plain, own.own.rows))
         positive, negative = own.own.where & own.own.positive, own.own.where & ~own.own.positive
         masks = PairMasks(_beside(masks.positive, positive), _beside(masks.negative, negative))
-    if others.margin is not None:
-        similarities, masks = _filtered(similarities, masks, own, others, others.margin, options)
-    added, lowest = _added_logits(similarities, masks, own, others), -1 / own.temperature
-    if added is None:
-        scores, temperature, level = similarities, own.temperature, None if own.own else others.level
-    else:
-        scores, temperature, level = divide_scores(similarities, own.temperature) + added, jnp.ones_like(lowest), None
-    return Tile(scores, masks, temperature, lowest, _only(scores, masks, own, others, options), level)
+    return similarities, masks
+
+
+def right_similarity(own: Anchors, others: Candidates, options: Options) -> jax.Array:
+    """What :attr:`Anchors.right` is to these candidates: 0 if the positive is not among them."""
+    similarities, masks = _similarities_and_masks(own, others, options)
+    return jnp.sum(jnp.where(masks.positive, _guide(similarities, own, others, options), 0), axis=1)
 
 
 def _only(scores: jax.Array, masks: PairMasks, own: Anchors, others: Candidates, options: Options) -> Only | None:
@@ -73,17 +83,22 @@ def _only(scores: jax.Array, masks: PairMasks, own: Anchors, others: Candidates,
     return Only(picked(scores, masks.positive, place), exists)
 
 
+def _guide(similarities: jax.Array, own: Anchors, others: Candidates, options: Options) -> jax.Array:
+    """Similarities ``[n, m]`` that judge which negatives are false, ``-inf`` where nothing is known."""
+    if own.guide is not None and others.guide is not None:
+        known = compare(options.similarity, own.guide, others.guide)
+        unknown = similarities.shape[1] - known.shape[1]
+        similarities = jnp.pad(known, ((0, 0), (0, unknown)), constant_values=-jnp.inf)
+    return lax.stop_gradient(similarities)
+
+
 def _filtered(
     similarities: jax.Array, masks: PairMasks, own: Anchors, others: Candidates, margin: jax.Array, options: Options
 ) -> tuple[jax.Array, PairMasks]:
     """Leave out negatives that a guide, or the batch itself, finds closer than the positive, less a margin."""
-    guide = similarities
-    if own.guide is not None and others.guide is not None:
-        guide = compare(options.similarity, own.guide, others.guide)
-        unknown = similarities.shape[1] - guide.shape[1]
-        guide = jnp.pad(guide, ((0, 0), (0, unknown)), constant_values=-jnp.inf)
-    guide = lax.stop_gradient(guide)
-    right = jnp.sum(jnp.where(masks.positive, guide, 0), axis=1, keepdims=True)
+    guide = _guide(similarities, own, others, options)
+    right = jnp.sum(jnp.where(masks.positive, guide, 0), axis=1) if own.right is None else own.right
+    right = right[:, None]
     threshold = right - (jnp.abs(right) * margin if options.relative_margin else margin)
     unjudged = jnp.isnan(guide) | jnp.isnan(right)  # A guide's NaN is passed on, not taken for a verdict.
     return jnp.where(unjudged, jnp.nan, similarities), PairMasks(masks.positive, masks.negative & ~(guide > threshold))
@@ -101,6 +116,12 @@ def _added_logits(similarities: jax.Array, masks: PairMasks, own: Anchors, other
         harder = jnp.where(harder, others.hardness * lax.stop_gradient(jnp.where(harder, similarities, 0)), 0)
         added = harder if added is None else added + harder
     return added
+
+
+def logit_temperature(own: Anchors, others: Candidates) -> jax.Array:
+    """What the scores of a tile are still to be divided by: 1 if something was added to them as logits."""
+    changed = others.bias is not None or others.hardness is not None
+    return jnp.ones_like(own.temperature) if changed else own.temperature
 
 
 def _beside(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
+from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.numerics import compute_dtype, inverse_norm, power_of_two_scale
 
 Similarity = Callable[[jax.Array, jax.Array], jax.Array]
@@ -181,9 +182,9 @@ def turned(similarity: Similarity) -> Similarity:
     return exchanged
 
 
-def prepare(similarity: Similarity, x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
-    """Do once per row what ``similarity`` does to each row alone."""
-    return _steps(similarity).prepare(x, y)
+def prepare(similarity: Similarity, x: jax.Array, y: jax.Array, devices: Devices = ALONE) -> tuple[Rows, Rows]:
+    """Do once per row what ``similarity`` does to each row alone, fit to be compared with rows of all devices."""
+    return _steps(similarity).prepare(x, y, devices)
 
 
 def compare(similarity: Similarity, x: Rows, y: Rows) -> jax.Array:
@@ -207,20 +208,20 @@ def compare_each(similarity: Similarity, x: Rows, y: Rows) -> jax.Array:
 
 def has_range(similarity: Similarity) -> bool:
     """Whether the length of rows sets bounds to their similarities."""
-    return _steps(similarity).bounds is not None
+    return _steps(similarity).reach is not None
 
 
-def score_range(similarity: Similarity, x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
-    """The lowest and the highest similarity that rows of this length can have."""
-    bounds = _steps(similarity).bounds
-    assert bounds is not None
-    return bounds(x, y)
+def score_range(similarity: Similarity, x: Rows, y: Rows, devices: Devices = ALONE) -> tuple[jax.Array, jax.Array]:
+    """The lowest and the highest similarity that rows of this length can have, with those of all devices."""
+    reach = _steps(similarity).reach
+    assert reach is not None
+    return reach(*devices.largest((_longest(x), _longest(y))))
 
 
 class _Steps(NamedTuple):
-    prepare: Callable[[jax.Array, jax.Array], tuple[Rows, Rows]]
+    prepare: Callable[[jax.Array, jax.Array, Devices], tuple[Rows, Rows]]
     compare: Callable[[Rows, Rows], jax.Array]
-    bounds: Callable[[Rows, Rows], tuple[jax.Array, jax.Array]] | None = None
+    reach: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None  # From the longest rows.
 
 
 def _steps(similarity: Similarity) -> _Steps:
@@ -231,7 +232,7 @@ def _steps(similarity: Similarity) -> _Steps:
         scores = checks.similarity_result(similarity(x.values, y.values), x.values.shape[0], y.values.shape[0])
         return scores.astype(compute_dtype(scores))
 
-    return _Steps(lambda x, y: (Rows(x), Rows(y)), call)
+    return _Steps(lambda x, y, _: (Rows(x), Rows(y)), call)
 
 
 def _evaluate(similarity: Similarity, x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -269,10 +270,11 @@ def _log1p_products(x: Rows, y: Rows) -> jax.Array:
     return jnp.where(opposite, -jnp.inf, jnp.log1p(jnp.where(opposite, 0, cosines)))
 
 
-def _centered_rows(x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
+def _centered_rows(x: jax.Array, y: jax.Array, devices: Devices) -> tuple[Rows, Rows]:
     # Distances do not change when all rows move together, but |x|^2 + |y|^2 - 2xy loses less near the origin.
     dtype = compute_dtype(x, y)
-    center = lax.stop_gradient(jnp.sum(y.astype(dtype) / max(y.shape[0], 1), axis=0))
+    center = jnp.sum(y.astype(dtype) / max(y.shape[0], 1), axis=0)
+    center = lax.stop_gradient(devices.summed(center) / devices.number)
     x, y = x.astype(dtype) - center, y.astype(dtype) - center
     return Rows(x, jnp.sum(x * x, axis=-1)), Rows(y, jnp.sum(y * y, axis=-1))
 
@@ -285,30 +287,31 @@ def _negative_distances(x: Rows, y: Rows) -> jax.Array:
     return jnp.where(coincide, 0, -jnp.sqrt(jnp.where(coincide, 1, squares)))
 
 
-def _cosine_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
-    one = jnp.ones_like(x.values, dtype=compute_dtype(x.values), shape=())
-    return -one, one
+def _longest(rows: Rows) -> jax.Array:
+    values = rows.values.astype(compute_dtype(rows.values))
+    return jnp.sqrt(jnp.max(jnp.sum(values**2, axis=-1), initial=0))
 
 
-def _product_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
-    longest = [jnp.sqrt(jnp.max(jnp.sum(rows.values**2, axis=-1), initial=0)) for rows in (x, y)]
-    return -longest[0] * longest[1], longest[0] * longest[1]
+def _cosine_reach(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return -jnp.ones_like(x), jnp.ones_like(y)
 
 
-def _distance_range(x: Rows, y: Rows) -> tuple[jax.Array, jax.Array]:
-    assert x.factors is not None and y.factors is not None
-    farthest = sum(jnp.sqrt(jnp.max(rows, initial=0)) for rows in (x.factors, y.factors))
-    return -jnp.asarray(farthest), jnp.zeros_like(jnp.asarray(farthest))
+def _product_reach(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return -x * y, x * y
+
+
+def _distance_reach(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return -(x + y), jnp.zeros_like(x)
 
 
 def _plain_rows(x: jax.Array) -> Rows:
     return Rows(x.astype(compute_dtype(x)))
 
 
-def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax.Array], tuple[Rows, Rows]]:
+def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax.Array, Devices], tuple[Rows, Rows]]:
     """Prepare two sets of rows on their own, and once if they are the same."""
 
-    def prepare_both(x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
+    def prepare_both(x: jax.Array, y: jax.Array, _: Devices) -> tuple[Rows, Rows]:
         rows = prepare_rows(x)
         return rows, rows if y is x else prepare_rows(y)
 
@@ -316,8 +319,8 @@ def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax
 
 
 _STEPS: dict[Similarity, _Steps] = {
-    cosine_similarity: _Steps(_each(_unit_rows), _products, _cosine_range),
-    dot_product: _Steps(_each(_plain_rows), _products, _product_range),
+    cosine_similarity: _Steps(_each(_unit_rows), _products, _cosine_reach),
+    dot_product: _Steps(_each(_plain_rows), _products, _product_reach),
     log1p_cosine_similarity: _Steps(_each(_unit_rows), _log1p_products),
-    negative_euclidean_distance: _Steps(_centered_rows, _negative_distances, _distance_range),
+    negative_euclidean_distance: _Steps(_centered_rows, _negative_distances, _distance_reach),
 }

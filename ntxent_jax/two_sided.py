@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ntxent_jax.devices import Devices
 from ntxent_jax.engine import (
     Moving,
     Tree,
@@ -67,6 +68,10 @@ class Part(NamedTuple):
     others: Tree
     rows: jax.Array
     columns: jax.Array
+
+
+# From a function of tiles and rows in blocks to sums for these rows: every two that should meet do.
+Meet = Callable[[Callable[[Part], Sides], Tree], tuple[Tree, ...]]
 
 
 class Steps(NamedTuple):
@@ -172,7 +177,7 @@ def sum_both_ways(
     steps: Steps,
     otherwise: Callable[[Inputs], tuple[jax.Array, Tree]],
     layout: Callable[[Tree], Layout],
-    schedule: Schedule,
+    meet: Meet,
     moderate: jax.Array,
     inputs: Inputs,
 ) -> tuple[jax.Array, Tree]:
@@ -182,14 +187,14 @@ def sum_both_ways(
         steps: What is computed.
         otherwise: The same without steps, for scores that are not moderate.
         layout: From the rows to the way they are cut.
-        schedule: Which blocks meet.
+        meet: How all blocks meet.
         moderate: Boolean, scalar.
         inputs: What all of these see.
     """
 
     def visited(inputs: Inputs) -> tuple[jax.Array, Tree]:
         block, unblock = layout(inputs.rows)
-        sums, terms, _ = _sums_and_terms(steps, schedule, block(inputs.rows), inputs.numbers)
+        sums, terms, _ = _sums_and_terms(steps, meet, block(inputs.rows), inputs.numbers)
         return steps.finish(unblock(sums), unblock(terms), inputs.rest)
 
     def run(moderate: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree]:
@@ -197,7 +202,7 @@ def sum_both_ways(
 
     def with_gradient(moving: Moving, moderate: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
         def visited_twice(inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
-            return _value_and_gradient(steps, layout(inputs.rows), schedule, moving[1], inputs)
+            return _value_and_gradient(steps, layout(inputs.rows), meet, moving[1], inputs)
 
         return either(moderate, visited_twice, value_and_gradient(otherwise, moving[1]), inputs)
 
@@ -210,13 +215,13 @@ def _each(parts: tuple[Tree, ...], moving: list[bool]) -> list[list[bool]]:
     return [[next(flags) for _ in jax.tree.leaves(part)] for part in parts]
 
 
-def _sums_and_terms(steps: Steps, schedule: Schedule, rows: Tree, numbers: Tree) -> tuple[Tree, Tree, Tree]:
+def _sums_and_terms(steps: Steps, meet: Meet, rows: Tree, numbers: Tree) -> tuple[Tree, Tree, Tree]:
     """Sums, terms, and the derivative of each row's terms by its sum, in blocks as the rows are."""
 
     def first(part: Part) -> Sides:
         return _with_positives(steps, part, lambda positives: steps.first(part, numbers, positives))
 
-    sums, *_ = _added_up(first, rows, schedule)
+    sums, *_ = meet(first, rows)
     terms_of = steps.second
     if terms_of is None:
         return sums, None, None
@@ -233,15 +238,15 @@ def _sums_and_terms(steps: Steps, schedule: Schedule, rows: Tree, numbers: Tree)
 
         return _with_positives(steps, part, terms_and_slopes)
 
-    (terms, slopes), *_ = _added_up(second, (rows, sums), schedule)
+    (terms, slopes), *_ = meet(second, (rows, sums))
     return sums, terms, slopes
 
 
 def _value_and_gradient(
-    steps: Steps, layout: Layout, schedule: Schedule, moving: list[bool], inputs: Inputs
+    steps: Steps, layout: Layout, meet: Meet, moving: list[bool], inputs: Inputs
 ) -> tuple[jax.Array, Tree, list[jax.Array]]:
     rows, unblock = layout.block(inputs.rows), layout.unblock
-    sums, terms, slopes = _sums_and_terms(steps, schedule, rows, inputs.numbers)
+    sums, terms, slopes = _sums_and_terms(steps, meet, rows, inputs.numbers)
     of_inputs, of_numbers, of_rest = _each(inputs, moving)
     of_sets = _each(inputs.rows, of_inputs)
     of_rows = [any(flags) for flags in zip(*of_sets, strict=True)]
@@ -268,7 +273,7 @@ def _value_and_gradient(
         part = part._replace(own=own, others=others)
         return _with_positives(steps, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives))
 
-    by_blocks, by_numbers = _added_up(gradient, (rows, sums, by_sums, by_terms), schedule)
+    by_blocks, by_numbers = meet(gradient, (rows, sums, by_sums, by_terms))
     by_sets = [
         x
         for flags, gradient in zip(of_sets, unblock(by_blocks), strict=True)
@@ -295,8 +300,11 @@ def _with_positives(steps: Steps, part: Part, result: Callable[[bool], Sides]) -
     return either(steps.may_hold(part), lambda _: result(True), lambda _: result(False), None)
 
 
-def _added_up(f: Callable[[Part], Sides], rows: Tree, schedule: Schedule) -> tuple[Tree, ...]:
-    """What ``f`` returns for the sides of each tile, added to the blocks that they are, and the sums of the rest."""
+def added_up(f: Callable[[Part], Sides], rows: Tree, *, schedule: Schedule) -> tuple[Tree, ...]:
+    """What ``f`` returns for the sides of each tile, added to the blocks that they are, and the sums of the rest.
+
+    Here all blocks are at hand. That makes it a :data:`Meet` for any schedule.
+    """
     blocks, width = length(rows), schedule.rows.shape[1]
     overlap = max(0, int(schedule.start.max()) + width - blocks)
     circle = jax.tree.map(lambda x: jnp.concatenate([x, x[:overlap]]), rows)
@@ -330,3 +338,44 @@ def _added_up(f: Callable[[Part], Sides], rows: Tree, schedule: Schedule) -> tup
     )
     (totals, sums), _ = lax.scan(visit, start, steps)
     return jax.tree.map(lambda x: x[:blocks].at[:overlap].add(x[blocks:]), totals), *sums
+
+
+def passed_around(
+    f: Callable[[Part], Sides], rows: Tree, *, sets: int, most: int, devices: Devices
+) -> tuple[Tree, ...]:
+    """As :func:`added_up` over the blocks of all devices, of which each holds its own and those that pass by.
+
+    Blocks go round a circle of devices together with what is added up for them, and then home. Of one set every two
+    devices meet once, so half of the circle is enough. Of two sets the first stays and the second goes all the way.
+    """
+    number, blocks = devices.number, length(rows) // sets
+    steps = number // 2 if sets == 1 else number - 1
+    opposite = steps if sets == 1 and number % 2 == 0 else number  # Devices so far apart meet twice, once from each.
+    here = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
+
+    def ours(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x[:blocks], tree)
+
+    def theirs(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x[-blocks:], tree)
+
+    def visit(carry: Tree, step: jax.Array) -> tuple[Tree, None]:
+        visitors, of_visitors, of_us, sums = carry
+        visitors, of_visitors = devices.passed_on((visitors, of_visitors))
+
+        def once(part: Part) -> Sides:
+            return f(part._replace(columns=part.columns & (step != opposite)))
+
+        both = jax.tree.map(lambda *x: jnp.concatenate(x), ours(rows), visitors)
+        of_both, *more = added_up(once, both, schedule=between(blocks, most))
+        of_visitors, of_us, sums = jax.tree.map(
+            jnp.add, (of_visitors, of_us, sums), (theirs(of_both), ours(of_both), more)
+        )
+        return (visitors, of_visitors, of_us, sums), None
+
+    of_all, *sums = added_up(f, rows, schedule=here)
+    of_visitors = theirs(of_all) if sets == 2 else jax.tree.map(jnp.zeros_like, of_all)
+    start = theirs(rows), of_visitors, ours(of_all), sums
+    (_, of_visitors, of_us, sums), _ = lax.scan(visit, start, jnp.arange(1, steps + 1))
+    home = devices.passed_on(of_visitors, -steps)
+    return jax.tree.map(jnp.add if sets == 1 else lambda *x: jnp.concatenate(x), of_us, home), *sums
