@@ -132,6 +132,7 @@ class Candidates(NamedTuple):
         members: Labels, flags and ids.
         bias: As in :class:`Batch`.
         guide: Rows of a guide model, prepared, or None.
+        guided: Boolean, shape ``[m]``. False for those that the guide does not know. None without a guide.
         margin: As in :class:`Filter`, or None.
         hardness: As in :class:`Batch`.
         extras: As in :class:`Batch`.
@@ -142,6 +143,7 @@ class Candidates(NamedTuple):
     members: Members
     bias: jax.Array | None
     guide: Rows | None
+    guided: jax.Array | None
     margin: jax.Array | None
     hardness: jax.Array | None
     extras: Extras
@@ -149,8 +151,10 @@ class Candidates(NamedTuple):
 
 
 def ready(batch: Batch, similarity: Similarity, devices: Devices = ALONE) -> tuple[Anchors, Candidates]:
-    """Fill in the defaults, hide the padding, and do once per row what can be done once."""
-    devices = devices if devices.ring else ALONE  # Gathered candidates are at hand.
+    """Fill in the defaults, hide the padding, and do once per row what can be done once.
+
+    Of several devices the candidates of all are gathered, unless they stand in a ring.
+    """
     dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
     ones = jnp.ones_like(batch.anchors, dtype=dtype, shape=items)
     where = ones != 0 if batch.members.where is None else batch.members.where
@@ -167,28 +171,28 @@ def ready(batch: Batch, similarity: Similarity, devices: Devices = ALONE) -> tup
         candidates = _visible(batch.candidates, candidate_members.where)
     own = batch.own and batch.own._replace(rows=_visible(batch.own.rows, batch.own.where))
     anchor_rows, candidate_rows = prepare(similarity, rows, candidates, devices)
-    guides = _ready_guides(batch.filter, similarity, where, candidate_members.where, devices)
+    guide, of_candidates, guided = _ready_guides(batch.filter, similarity, where, candidate_members, devices)
     margin = None if batch.filter is None else batch.filter.margin.astype(dtype)
     bias, hardness, extras = jax.tree.map(lambda x: x.astype(dtype), (batch.bias, batch.hardness, batch.extras))
     plain = rows if own else None
+    gathered = devices.gathered((candidate_rows, candidate_members, bias, of_candidates, guided))
     return (
-        Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guides[0]),
-        Candidates(candidate_rows, candidate_members, bias, guides[1], margin, hardness, extras),
+        Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guide),
+        Candidates(*gathered, margin, hardness, extras),
     )
 
 
 def _ready_guides(
-    guide: Filter | None,
-    similarity: Similarity,
-    where: jax.Array,
-    candidate_where: jax.Array | None,
-    devices: Devices,
-) -> tuple[Rows, Rows] | tuple[None, None]:
+    guide: Filter | None, similarity: Similarity, where: jax.Array, candidate_members: Members, devices: Devices
+) -> tuple[Rows, Rows, jax.Array] | tuple[None, None, None]:
     if guide is None or guide.anchors is None or guide.candidates is None:
-        return None, None
-    anchors, candidates = lax.stop_gradient((guide.anchors, guide.candidates))
-    candidate_where = None if candidate_where is None else candidate_where[: candidates.shape[0]]
-    return prepare(similarity, _visible(anchors, where), _visible(candidates, candidate_where), devices)
+        return None, None, None
+    anchors, known = lax.stop_gradient((guide.anchors, guide.candidates))
+    m, number = known.shape[0], candidate_members.label.shape[0]
+    guided = jnp.arange(number) < m
+    real = guided if candidate_members.where is None else guided & candidate_members.where
+    candidates = _visible(jnp.pad(known, ((0, number - m), (0, 0))), real)
+    return *prepare(similarity, _visible(anchors, where), candidates, devices), guided
 
 
 def only_finite(rows: jax.Array) -> jax.Array:

@@ -46,12 +46,12 @@ _compiled = jax.jit(_evaluate, static_argnums=(0, 2))
 
 
 def _one_way(batch: Batch, options: Options) -> jax.Array:
-    ring = options.devices.ring
-    anchors, candidates = ready(batch, options.similarity, options.devices)
+    devices, ring = options.devices, options.devices.ring
+    anchors, candidates = ready(batch, options.similarity, devices)
     n, m = anchors.where.shape[0], candidates.members.label.shape[0]
     block = rows_per_block(n, m, options.block_size)
     if (ring or block < n) and has_range(options.similarity):
-        bounds = score_range(options.similarity, anchors.rows, candidates.rows, options.devices)
+        bounds = score_range(options.similarity, anchors.rows, candidates.rows, devices)
         candidates = candidates._replace(level=level_of(*bounds, anchors.temperature))
     if options.reduction == "none":
         if ring:
@@ -59,11 +59,12 @@ def _one_way(batch: Batch, options: Options) -> jax.Array:
         else:
             rows = map_rows(partial(_anchor_losses, options=options), anchors, candidates, block)
         return jnp.mean(rows.reshape(batch.members.label.shape[0], batch.views), axis=1)
-    if (ring or block < n) and batch.candidates is None and is_coupled(batch, options):
+    among_themselves = batch.candidates is None and (ring or devices.axis is None)
+    if (ring or block < n) and among_themselves and is_coupled(batch, options):
         total, numbers = coupled_sum(batch, anchors, candidates, options)
     elif ring:
         total, numbers = ring_sum(anchors, candidates, options)
-    elif block >= n and batch.candidates is None and options.only is None and is_builtin(options.similarity):
+    elif block >= n and among_themselves and options.only is None and is_builtin(options.similarity):
         total, numbers = _whole_sum(anchors, candidates, options)
     else:
         total, numbers = sum_over_rows(partial(anchor_sum, options=options), anchors, candidates, block)
@@ -86,8 +87,10 @@ def _whole_sum(anchors: Anchors, candidates: Candidates, options: Options) -> tu
 
 def _both_ways(batch: Batch, options: Options) -> jax.Array:
     n, devices = batch.anchors.shape[0], options.devices
-    whole = not devices.ring and rows_per_block(n, n, options.block_size) >= n
-    if options.reduction == "none" or not (whole or is_coupled(batch, options)):
+    alone = devices.axis is None
+    whole = alone and rows_per_block(n, n, options.block_size) >= n
+    at_once = whole or ((alone or devices.ring) and is_coupled(batch, options))
+    if options.reduction == "none" or not at_once:
         other = options._replace(similarity=turned(options.similarity))
         return (_one_way(batch, options) + _one_way(batch.turned(), other)) / 2
     anchors, candidates = ready(batch, options.similarity, devices)

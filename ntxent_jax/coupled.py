@@ -209,7 +209,7 @@ def _row_by_row(inputs: Inputs, *, options: Options) -> tuple[jax.Array, jax.Arr
         where, n = own.members.where, weights.shape[0]
         temperature = jnp.broadcast_to(numbers.temperature, (n,))
         anchors = Anchors(own.rows, own.members, where, temperature, weights, None, None, None, None)
-        candidates = Candidates(others.rows, others.members, None, None, None, None, rest.extras)
+        candidates = Candidates(others.rows, others.members, None, None, None, None, None, rest.extras)
         with jax.default_matmul_precision(options.precision):
             if options.devices.ring:
                 more, count = ring_sum(anchors, candidates, options)

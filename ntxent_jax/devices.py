@@ -49,21 +49,23 @@ class Devices(NamedTuple):
         """How many they are."""
         return 1 if self.axis is None else int(_sum_over(1, self.axis))
 
-    @property
-    def shares(self) -> int:
-        """Of how many devices a gathered array holds rows."""
-        return 1 if self.ring else self.number
+    def first(self, n: int) -> jax.Array | int:
+        """Number of this device's first row among the rows of all, if each has ``n``, one device's behind another's."""
+        return 0 if self.axis is None else n * lax.axis_index(self.axis)
 
     def positions(self, n: int) -> jax.Array:
-        """Numbers ``[n]`` of this device's rows among the rows of all, those of one device following each other."""
-        first = 0 if self.axis is None else n * lax.axis_index(self.axis)
-        return jnp.arange(n) + first
+        """Numbers ``[n]`` of this device's rows among the rows of all."""
+        return jnp.arange(n) + self.first(n)
 
     def gathered(self, tree: Tree) -> Tree:
-        """Rows of all devices, in the order of their positions."""
-        if self.shares == 1:
+        """Rows of all devices, in the order of their positions; the own ones in a ring."""
+        if self.axis is None or self.ring:
             return tree
-        result: Tree = jax.tree.map(lambda x: lax.all_gather(x, self.axis, tiled=True), self._everywhere(tree))
+
+        def gather(x: jax.Array) -> jax.Array:
+            return lax.all_gather(x, self.axis, tiled=True) if x.shape[0] else x  # XLA refuses to gather nothing.
+
+        result: Tree = jax.tree.map(gather, self._everywhere(tree))
         return result
 
     def summed(self, tree: Tree) -> Tree:

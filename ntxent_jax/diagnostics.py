@@ -170,7 +170,7 @@ def batch_statistics(
 
 
 def _statistics(batch: Batch, similarity: Similarity, block_size: int | None, devices: Devices) -> BatchStatistics:
-    anchors, candidates = ready(alike(batch), similarity)
+    anchors, candidates = ready(alike(batch), similarity, devices)
     block = rows_per_block(anchors.where.shape[0], candidates.members.label.shape[0], block_size)
     with jax.default_matmul_precision(matmul_precision(None, batch.anchors)):
         rows = map_rows(partial(_row_statistics, similarity=similarity), anchors, candidates, block)

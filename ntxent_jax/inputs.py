@@ -51,16 +51,17 @@ def labelled_batch(
     if members.id is not None:
         members = members._replace(id=members.id.reshape(-1))
     n = anchors.shape[0]
-    batch = Batch(
-        anchors.reshape(-1, anchors.shape[-1]),
+    rows = anchors.reshape(-1, anchors.shape[-1])
+    if others is None:
+        members = with_positions(members, devices.positions(rows.shape[0]))
+    return Batch(
+        rows,
         members,
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
+        others,
+        other_members,
     )
-    if others is None:
-        return _among_themselves(batch, devices)
-    others, other_members = devices.gathered((others, other_members))
-    return batch._replace(candidates=others, candidate_members=other_members)
 
 
 def view_batch(
@@ -76,23 +77,14 @@ def view_batch(
     checks.views([view.shape for view in named.values()])
     rows = jnp.stack(checks.same_rows(**named), axis=1)
     n = rows.shape[0]
-    batch = Batch(
-        rows.reshape(-1, *rows.shape[2:]),
-        Members(devices.positions(n), checks.mask("where", where, (n,))),
+    rows = rows.reshape(-1, *rows.shape[2:])
+    members = Members(devices.positions(n), checks.mask("where", where, (n,)))
+    return Batch(
+        rows,
+        with_positions(members, devices.positions(rows.shape[0])),
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
     )
-    return _among_themselves(batch, devices)
-
-
-def _among_themselves(batch: Batch, devices: Devices) -> Batch:
-    """Rows choose among all rows, those of other devices too: by default the id of a row is its position among them."""
-    rows = batch.anchors
-    batch = batch._replace(members=with_positions(batch.members, devices.positions(rows.shape[0])))
-    if devices.axis is None or devices.ring:
-        return batch
-    rows, members = devices.gathered((rows, batch.row_members))
-    return batch._replace(candidates=rows, candidate_members=members)
 
 
 def query_batch(
@@ -135,7 +127,9 @@ def query_batch(
         members,
         checks.temperature(temperature, n),
         checks.numbers("weights", weights, (n,)),
-        *devices.gathered((candidates, key_members, checks.numbers("key_bias", key_bias, (m,)))),
+        candidates,
+        key_members,
+        checks.numbers("key_bias", key_bias, (m,)),
         checks.mask("pair_where", pair_where, (n, m * devices.number), each="pair of a query and a key"),
     )
 
@@ -165,8 +159,7 @@ def with_negatives(
     anchors, keys, rows = checks.same_rows(queries=batch.anchors, keys=_candidates(batch)[0], negatives=rows)
     batch = batch._replace(anchors=anchors, candidates=keys)
     if rows.ndim == rank:
-        real = checks.mask("negative_where", negative_where, rows.shape[:1])
-        return _with_shared(batch, *devices.gathered((rows, real)))
+        return _with_shared(batch, rows, checks.mask("negative_where", negative_where, rows.shape[:1]), devices)
     real = checks.mask("negative_where", negative_where, rows.shape[:2])
     if batch.members.where is not None:
         of_queries = jnp.broadcast_to(batch.members.where[:, None], rows.shape[:2])
@@ -175,11 +168,7 @@ def with_negatives(
 
 
 def with_filter(
-    batch: Batch,
-    margin: ArrayLike | None,
-    guide_queries: ArrayLike | None,
-    guide_keys: ArrayLike | None,
-    devices: Devices,
+    batch: Batch, margin: ArrayLike | None, guide_queries: ArrayLike | None, guide_keys: ArrayLike | None
 ) -> Batch:
     """Leave out negatives that are closer than the positive, less a margin."""
     checks.together(guide_queries=guide_queries, guide_keys=guide_keys)
@@ -189,12 +178,12 @@ def with_filter(
         return batch
     if guide_queries is None or guide_keys is None:
         return batch._replace(filter=Filter(value))
-    keys = _candidates(batch)[0].shape[0] // devices.shares
-    queries, of_keys = checks.same_rows(
+    keys, _ = _candidates(batch)
+    guides = checks.same_rows(
         guide_queries=checks.guides("guide_queries", guide_queries, batch.anchors.shape[0]),
-        guide_keys=checks.guides("guide_keys", guide_keys, keys),
+        guide_keys=checks.guides("guide_keys", guide_keys, keys.shape[0]),
     )
-    return batch._replace(filter=Filter(value, queries, devices.gathered(of_keys)))
+    return batch._replace(filter=Filter(value, *guides))
 
 
 def with_extras(
@@ -215,18 +204,20 @@ def _candidates(batch: Batch) -> tuple[jax.Array, Members]:
     return batch.candidates, batch.candidate_members
 
 
-def _with_shared(batch: Batch, rows: jax.Array, where: jax.Array | None) -> Batch:
-    """More candidates for all queries: nobody's positive, of no id."""
+def _with_shared(batch: Batch, rows: jax.Array, where: jax.Array | None, devices: Devices) -> Batch:
+    """More candidates for all queries, behind the keys of each device: nobody's positive, of no id."""
     keys, members = _candidates(batch)
     m, k = keys.shape[0], rows.shape[0]
     if where is not None or members.where is not None:
         flags = ((members.where, m), (where, k))
         where = jnp.concatenate([jnp.ones(size, jnp.bool_) if flag is None else flag for flag, size in flags])
-    label = jnp.concatenate([members.label, jnp.full(k, -1)])  # No query's position.
+    places, queries = (x.label + devices.first(k) for x in (members, batch.members))
+    label = jnp.concatenate([places, jnp.full(k, -1)])  # No query's place.
     new, bias, pair_where = Members(label, where), batch.bias, batch.pair_where
     if members.id is not None:
         new = new._replace(id=jnp.pad(members.id, (0, k)), identified=jnp.arange(m + k) < m)
     return batch._replace(
+        members=batch.members._replace(label=queries),
         candidates=jnp.concatenate([keys, rows]),
         candidate_members=new,
         bias=None if bias is None else jnp.pad(bias, (0, k)),

@@ -91,7 +91,8 @@ def masked_log_sum(
         maximum = largest()
     else:
         middle = jnp.broadcast_to(level.middle, temperature.shape)
-        maximum = lax.cond(level.moderate, lambda: middle, largest)
+        # Added to nothing, that of no scores at all is of one type with the level on every device.
+        maximum = lax.cond(level.moderate, lambda: middle, lambda: largest() + jnp.zeros_like(middle))
     maximum = jnp.where(maximum != -jnp.inf, maximum, 0)
     shifted = jnp.where(mask, scores - jnp.expand_dims(maximum, axis), 0) / jnp.expand_dims(temperature, axis)
     return log_of_sum(maximum, jnp.sum(masked_exp(shifted, mask), axis))

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.contrast import contrast
-from ntxent_jax.devices import ALONE, AxisName, Gather, devices_along, on_any_mesh
+from ntxent_jax.devices import AxisName, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import query_batch, with_extras, with_filter, with_negatives, with_own_key_only
 from ntxent_jax.pairs import at_own_position, by_position
 from ntxent_jax.scores import Options, Reduction
@@ -142,7 +142,6 @@ def info_nce_loss(
     """
     checks.prior_alone(class_prior, hardness, label_smoothing, similarity is cosine_similarity)
     devices = devices_along(axis_name, gather)
-    of_keys = devices if in_batch else ALONE  # Own keys stay with their queries.
     batch = query_batch(
         queries,
         keys,
@@ -155,9 +154,9 @@ def info_nce_loss(
         where=where,
         weights=weights,
         similarity=similarity,
-        devices=of_keys,
+        devices=devices,
     )
-    batch = with_filter(batch, margin, guide_queries, guide_keys, of_keys)
+    batch = with_filter(batch, margin, guide_queries, guide_keys)
     batch = with_extras(batch, label_smoothing=label_smoothing, class_prior=class_prior, hardness=hardness)
     if not in_batch:
         checks.something_to_choose(negatives, guide_keys)

@@ -213,10 +213,9 @@ def _around(
         return (visitors, of_visitors, combine(result, more)), None
 
     own = seeing(0, 0), rows, jnp.ones_like(anchors.where)
-    at_home = _in_blocks(partial(visit, True), own, candidates, start, options)
-    (result, of_candidates), _ = alike((at_home, place))
-    carry, _ = lax.scan(round_trip, (candidates, of_candidates, result), jnp.arange(devices.number))
-    _, of_candidates, result = carry
+    result, of_candidates = _in_blocks(partial(visit, True), own, candidates, start, options)
+    carry, _ = alike(((candidates, of_candidates, result), place))
+    (_, of_candidates, result), _ = lax.scan(round_trip, carry, jnp.arange(devices.number))
     return result, of_candidates
 
 
@@ -246,9 +245,8 @@ def _in_blocks(
 def _at_hand(home: bool, own: Anchors, others: Candidates) -> tuple[Anchors, Candidates]:
     if not home:
         return own._replace(plain=None, own=None), others
-    of_rows = (others.rows, others.members, others.bias, others.guide)
-    none, members, bias, guide = jax.tree.map(lambda x: x[:0], of_rows)
-    return own, others._replace(rows=none, members=members, bias=bias, guide=guide)
+    rows, members, bias, guide, guided = jax.tree.map(lambda x: x[:0], others[:5])
+    return own, others._replace(rows=rows, members=members, bias=bias, guide=guide, guided=guided)
 
 
 def _plus(x: Tree, y: Tree) -> Tree:

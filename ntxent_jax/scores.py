@@ -85,8 +85,8 @@ def _only(scores: jax.Array, masks: PairMasks, own: Anchors, others: Candidates,
 
 def _guide(similarities: jax.Array, own: Anchors, others: Candidates, options: Options) -> jax.Array:
     """Similarities ``[n, m]`` that judge which negatives are false, ``-inf`` where nothing is known."""
-    if own.guide is not None and others.guide is not None:
-        known = compare(options.similarity, own.guide, others.guide)
+    if own.guide is not None and others.guide is not None and others.guided is not None:
+        known = jnp.where(others.guided, compare(options.similarity, own.guide, others.guide), -jnp.inf)
         unknown = similarities.shape[1] - known.shape[1]
         similarities = jnp.pad(known, ((0, 0), (0, unknown)), constant_values=-jnp.inf)
     return lax.stop_gradient(similarities)

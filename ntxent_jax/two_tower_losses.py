@@ -10,7 +10,7 @@ from ntxent_jax.devices import AxisName, Devices, Gather, devices_along, on_any_
 from ntxent_jax.inputs import query_batch, with_extras
 from ntxent_jax.pairs import at_own_position, by_position
 from ntxent_jax.scores import Options, Reduction
-from ntxent_jax.similarities import Similarity, cosine_similarity, turned
+from ntxent_jax.similarities import Similarity, cosine_similarity
 
 
 @on_any_mesh
@@ -89,15 +89,8 @@ def clip_loss(
         by_position, similarity, "pair", at_own_position, False, reduction, block_size, precision, devices
     )
 
-    def pairs(anchors: ArrayLike, candidates: ArrayLike, names: tuple[str, str]) -> Batch:
-        batch = _pairs(anchors, candidates, names, temperature, ids, where, weights, similarity, devices)
-        return with_extras(batch, label_smoothing=label_smoothing)
-
-    batch = pairs(images, texts, ("images", "texts"))
-    if devices.shares == 1:
-        return contrast_both_ways(batch, options)
-    other_way = pairs(texts, images, ("texts", "images"))
-    return (contrast(batch, options) + contrast(other_way, options._replace(similarity=turned(similarity)))) / 2
+    batch = _pairs(images, texts, temperature, ids, where, weights, similarity, devices)
+    return contrast_both_ways(with_extras(batch, label_smoothing=label_smoothing), options)
 
 
 @on_any_mesh
@@ -166,7 +159,7 @@ def siglip_loss(
         Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023, https://arxiv.org/abs/2303.15343, eq. 1.
     """
     devices, temperature = devices_along(axis_name, gather), checks.positive_number("temperature", temperature)
-    batch = _pairs(images, texts, ("images", "texts"), temperature, ids, where, weights, similarity, devices)
+    batch = _pairs(images, texts, temperature, ids, where, weights, similarity, devices)
     batch = batch._replace(extras=batch.extras._replace(sigmoid_bias=checks.one_number("bias", bias)))
     options = Options(
         by_position, similarity, "sigmoid", at_own_position, False, reduction, block_size, precision, devices
@@ -175,9 +168,8 @@ def siglip_loss(
 
 
 def _pairs(
-    anchors: ArrayLike,
-    candidates: ArrayLike,
-    names: tuple[str, str],
+    images: ArrayLike,
+    texts: ArrayLike,
     temperature: ArrayLike,
     ids: ArrayLike | None,
     where: ArrayLike | None,
@@ -185,7 +177,8 @@ def _pairs(
     similarity: Similarity,
     devices: Devices,
 ) -> Batch:
-    rows, others = checks.any_rows(names[0], anchors), checks.any_rows(names[1], candidates)
+    names = ("images", "texts")
+    rows, others = checks.any_rows(names[0], images), checks.any_rows(names[1], texts)
     checks.equal_lengths(names, rows.shape[0], others.shape[0])
     return query_batch(
         rows,

@@ -81,6 +81,15 @@ def test_strict_promotion_of_similarities_and_statistics():
         assert nj.loss_floor(3, 0.1).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (7, 2, 3)], ids=["shared", "own"])
+def test_float64_negatives_take_all_to_float64(shape, x64):
+    queries, keys = np.float32(inputs.random_rows(2, 7, 3))
+    negatives = inputs.random_rows(*shape, seed=1)
+    value = nj.info_nce_loss(queries, keys, negatives, temperature=0.07)
+    assert value.dtype == jnp.float64
+    assert_close(value, oracle.info_nce_loss(*np.float64([queries, keys]), negatives, temperature=0.07), rtol=1e-12)
+
+
 @pytest.mark.parametrize("mixed", [("float16", "float32"), ("bfloat16", "float16"), ("float32", "bfloat16")])
 def test_rows_of_two_dtypes_get_the_common_one(mixed):
     a, b = (jnp.asarray(x, dtype) for x, dtype in zip(inputs.random_rows(2, 7, 3), mixed, strict=True))
@@ -181,3 +190,18 @@ def test_precision_reaches_a_function_of_the_user(block_size):
 def test_distances_are_always_of_the_highest_precision(block_size):
     options = {"similarity": nj.negative_euclidean_distance, "precision": "bfloat16", "block_size": block_size}
     assert any("HIGHEST" in text for text in seen_precisions("float32", **options))
+
+
+def test_strict_promotion_of_options():
+    """Each number of an option, and the result of a function of the user, is taken to the dtype of the computation."""
+    rows, number = jnp.ones((5, 3), jnp.float32), jnp.asarray(0.5, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        for options in (
+            {"temperature": number, "weights": jnp.ones(5, jnp.bfloat16)},
+            {"key_bias": jnp.ones(5, jnp.bfloat16), "margin": number},
+            {"hardness": number, "label_smoothing": number},
+            {"class_prior": number},
+            {"similarity": lambda x, y: (x @ y.T).astype(jnp.bfloat16)},
+        ):
+            value = jax.eval_shape(lambda options=options: nj.info_nce_loss(rows, rows, **options))
+            assert value.dtype == jnp.float32

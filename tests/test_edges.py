@@ -298,6 +298,20 @@ def test_zero_rows(name, block_size):
     assert_finite(step(name, block_size, np.zeros_like(x)))
 
 
+@in_float64
+@each_block
+@pytest.mark.parametrize("similarity", [nj.dot_product, nj.negative_euclidean_distance])
+@pytest.mark.parametrize("temperature", [0.5, TEMPERATURES], ids=["one temperature", "temperatures"])
+def test_all_rows_zero(similarity, temperature, block_size):
+    """Without a direction the gradient is 0; what bounds the similarities of rows of length 0 has none either."""
+    loss = lambda x: nj.ntxent(  # noqa: E731
+        x, LABELS["labels"], temperature, similarity=similarity, block_size=block_size
+    )
+    value, gradient = jax.value_and_grad(loss)(np.zeros((N, D)))
+    assert_close(value, oracle.ntxent(np.ones((N, D)), LABELS["labels"], temperature=temperature))
+    assert_zero(gradient)
+
+
 @each_cosine_way
 def test_any_scale_in_float32(name, block_size):
     """The cosine does not change from 1e-37 to 1e37, and a row's gradient is the unit row's over the scale."""

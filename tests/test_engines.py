@@ -143,3 +143,22 @@ def test_streamed_by_itself_when_large(reduction):
     (value, gradient), (right, right_gradient) = step(x, None), step(x, n)
     assert_close(value, right, rtol=1e-5)
     assert_close(gradient, right_gradient, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("sizes", [(0.01, 1e5), (1e5, 0.01)])
+def test_streamed_where_one_side_is_much_longer(sizes):
+    """Logits of some hundreds, whose exponentials no float32 holds."""
+    x, y = (np.float32(size * inputs.random_rows(7, 3, seed=i)) for i, size in enumerate(sizes))
+    options = {"candidates": y, "candidate_labels": catalog.LABELS, "similarity": nj.dot_product}
+    whole, streamed = (nj.ntxent(x, catalog.LABELS, 1.0, block_size=block, **options) for block in (None, BLOCK))
+    assert 100 < whole < 1e4
+    assert_close(streamed, whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["ntxent", "supcon_loss"])
+def test_several_positives_among_candidates_of_anchors_that_all_differ(loss):
+    x, y = inputs.random_rows(2, 7, 3)
+    options = {"candidates": y, "candidate_labels": catalog.LABELS, "temperature": 0.5}
+    right = getattr(oracle, loss)(x, np.arange(7) - 1, **options)
+    for block_size in (None, BLOCK):
+        assert_close(getattr(nj, loss)(x, np.arange(7) - 1, block_size=block_size, **options), right)

@@ -7,7 +7,8 @@ import oracle
 import pytest
 from assertions import assert_close, assert_zero
 
-from ntxent_jax.formulas import Extras, Tile, row_terms
+from ntxent_jax.formulas import Extras, Negatives, Tile, one_term, row_terms
+from ntxent_jax.numerics import LogSum
 from ntxent_jax.pairs import PairMasks
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -86,3 +87,30 @@ def test_four_equal_logits_of_any_size(form):
     if form != "negatives":
         far = jnp.float32([[20.0, 0, 0, 0]])
         assert_close(terms_of(far, masks, jnp.ones(1, jnp.float32), form).total, [3 * np.exp(-20)], rtol=1e-5)
+
+
+def test_debiased_where_the_prior_explains_all():
+    """At the very place where nothing of the negatives is left, the slopes are those of the floor."""
+    one = jnp.ones(1)
+
+    def term(positive, excess, temperature):
+        negatives = Negatives(LogSum(excess, 0 * one), one, one)
+        return one_term(positive, negatives, temperature, "pair", Extras(class_prior=jnp.asarray(0.5)), -one)[0]
+
+    value, slopes = jax.value_and_grad(term, argnums=(0, 1, 2))(0 * one, np.log(0.5) * one, one)
+    assert_close(value, np.log1p(np.exp(-1)))
+    assert_close(slopes, [[-1 / (1 + np.e)], [0], [0]])
+
+
+@each_form
+def test_scores_of_minus_infinity(form):
+    """All positives there: the loss is infinite. A negative there: no slope is NaN, the temperature's neither."""
+    masks = PairMasks(jnp.array([[True, True, False, False]]), jnp.array([[False, False, True, True]]))
+    far = np.array([[-np.inf, -np.inf, 0.1, 0.2]])
+    assert np.isposinf(terms_of(far, masks, np.ones(1), form).total[0])
+    beside = np.array([[0.3, 0.4, -np.inf, 0.2]])
+    slope = jax.grad(lambda t: terms_of(beside, masks, t, form).total.sum())(np.ones(1))
+    without = jax.grad(
+        lambda t: terms_of(beside[:, [0, 1, 3]], PairMasks(*(x[:, [0, 1, 3]] for x in masks)), t, form).total.sum()
+    )(np.ones(1))
+    assert_close(slope, without)

@@ -21,6 +21,7 @@ LAYERS = [
     ["engine"],
     ["batch"],
     ["scores", "two_sided"],
+    ["ring"],
     ["coupled"],
     ["contrast", "inputs"],
     [

@@ -13,6 +13,7 @@ from ntxent_jax.numerics import (
     divide_or_nan,
     divide_or_zero,
     inverse_norm,
+    level_of,
     masked_log_sum,
     power_of_two_scale,
     softplus,
@@ -77,6 +78,23 @@ def test_log_sum_in_two_parts():
     assert_close(parts.log_sum, [np.log(4)], rtol=1e-6)
     parts = masked_log_sum(jnp.float32([[3, 1]]), jnp.ones((1, 2), bool), jnp.full(1, jnp.inf))
     assert_close(parts.log_sum, [np.log(2)], rtol=1e-6)
+
+
+@in_float64
+def test_log_sum_at_a_level():
+    """A level takes the maximum's place, a constant too; an empty sum has none; one too wide is not used."""
+    mask = np.array([*MASK[:3], np.zeros(5, bool)])
+    right = [oracle.log_sum(list(s[m] / t)) for s, m, t in zip(SCORES[:3], mask[:3], TEMPERATURE[:3], strict=True)]
+    for temperature, used in ((TEMPERATURE, True), (1e-3 * TEMPERATURE, False)):
+        level = level_of(jnp.min(SCORES) - 1, jnp.max(SCORES), temperature)
+        assert bool(level.moderate) == used
+        parts = masked_log_sum(SCORES, mask, temperature, level=level)
+        assert np.all((parts.maximum[:3] == level.middle) == used)
+        assert_zero(parts.maximum[3])
+        if used:
+            assert_close((parts.maximum / temperature + parts.log_sum)[:3], right)
+    moved = jax.grad(lambda low, high: level_of(low, high, TEMPERATURE).middle, argnums=(0, 1))(-1.0, 1.0)
+    assert_zero(moved)
 
 
 @in_float64

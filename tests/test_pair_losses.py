@@ -171,6 +171,12 @@ def test_an_index_out_of_range_is_nan(positives, negatives, reduction):
     assert_nan(result[0] if reduction == "none" else result)
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "uint64"])
+def test_the_largest_unsigned_index_is_out_of_range_not_unused(dtype, x64):
+    top = np.array([[np.iinfo(dtype).max, 1]], dtype)
+    assert_nan(nj.ntxent_pairs(ROWS, top, [[0, 2]]), nj.ntxent_pairs(ROWS, [[0, 1]], top))
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(("positives", "negatives"), [([[N, 1]], [[0, 1]]), ([[-2, 1]], [[0, 1]])])
 def test_an_anchor_out_of_range_is_nan_though_no_row_has_a_pair(positives, negatives, reduction):
@@ -239,6 +245,21 @@ def test_zero_nan_and_infinite_rows():
     assert_close(got, right.ntxent_pairs(moved, POSITIVES, NEGATIVES, temperature=0.5), rtol=1e-5)
     assert_finite(got_gradient)
     assert_zero(got_gradient[3])
+
+
+@in_float64
+def test_slope_to_the_temperature_beside_an_opposite_negative():
+    """Its similarity is -inf: it vanishes from the loss and from every derivative."""
+    rows, positives = np.array([[1.0, 0], [0.6, 0.8], [-1, 0], [0, 1]]), [[0, 1]]
+
+    def step(negatives):
+        loss = lambda t: nj.ntxent_pairs(  # noqa: E731
+            rows, positives, negatives, temperature=t, similarity=nj.log1p_cosine_similarity
+        )
+        return jax.value_and_grad(loss)(0.5)
+
+    jax.tree.map(assert_close, step([[0, 2], [0, 3]]), step([[0, 3]]))
+    assert_zero(step([[0, 2]]))
 
 
 def test_half_precision_and_low_temperature():

@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import ntxent_jax as nj
-from ntxent_jax.pairs import Members, PairMasks, by_label, by_position, with_positions
+from ntxent_jax.pairs import Members, PairMasks, at_most_two_alike, by_label, by_position, with_positions
 
 
 def assert_masks(masks, right):
@@ -122,3 +122,10 @@ def test_ids_equal_to_a_fill_value_exclude_no_shared_negative(value, x64):
         got = nj.info_nce_loss(queries, keys, given, temperature=0.5, ids=ids, reduction="none")
         right = oracle.info_nce_loss(queries, keys, given, temperature=0.5, ids=ids, reduction="none")
         np.testing.assert_allclose(got, right, rtol=1e-10)
+
+
+def test_three_alike_are_found_wherever_they_stand():
+    assert at_most_two_alike(jnp.array([0, 1, 2, 0, 1, 2]))
+    assert not at_most_two_alike(jnp.array([0, 1, 2, 0, 1, 2, 0]))
+    assert not at_most_two_alike(jnp.array([-1, 4, -1, -1]))
+    assert at_most_two_alike(jnp.array([7]))

@@ -209,6 +209,31 @@ def test_padded_guides_may_hold_anything(block_size):
         assert_zero(*(g[2] for g in gradients))
 
 
+@streamed
+def test_nan_in_a_negative_is_not_hidden_by_a_prior(block_size):
+    queries, keys, negatives = (np.float32(inputs.random_rows(N, 3, seed=60 + i)) for i in range(3))
+    negatives[4, 1] = np.nan
+    assert_nan(nj.info_nce_loss(queries, keys, negatives, class_prior=0.1, block_size=block_size))
+
+
+@pytest.mark.parametrize("side", ["guide_queries", "guide_keys"])
+def test_infinity_in_a_real_row_of_a_guide_is_no_verdict(side):
+    """Its dot products would be infinite, not NaN."""
+    queries, keys = (np.float32(inputs.random_rows(N, 3, seed=60 + i)) for i in range(2))
+    guides = {name: np.ones((N, 1), np.float32) for name in ("guide_queries", "guide_keys")}
+    guides[side][4] = np.inf
+    assert_nan(nj.info_nce_loss(queries, keys, margin=0.1, similarity=nj.dot_product, **guides))
+
+
+@in_float64
+@streamed
+def test_a_negative_as_close_as_the_positive_stays_at_margin_0(block_size):
+    """Only those that are closer are left out."""
+    rows = np.ones((N, 2))
+    assert_close(nj.info_nce_loss(rows, rows, margin=0.0, block_size=block_size), np.log(N))
+    assert_zero(nj.info_nce_loss(rows, rows, margin=1e-6, block_size=block_size))
+
+
 @pytest.mark.parametrize("side", ["guide_queries", "guide_keys"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_in_a_real_row_of_a_guide_is_not_hidden(side, bad):
@@ -262,6 +287,17 @@ def test_a_schedule_may_pass_through_0(option):
     assert_close(value, nj.info_nce_loss(queries, keys))
     assert_close(gradient, jax.grad(lambda q: nj.info_nce_loss(q, keys))(queries))
     assert_finite(slope)
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("label_smoothing", (-0.1, 1.0)), ("class_prior", (-0.1, 1.0)), ("hardness", (-0.1, np.inf))],
+)
+def test_a_traced_option_out_of_range_is_nan(option, values):
+    queries, keys = np.float32(inputs.random_rows(2, N, 3, seed=54))
+    loss = jax.jit(lambda x: nj.info_nce_loss(queries, keys, **{option: x}))
+    for value in values:
+        assert_nan(loss(value))
 
 
 @streamed

@@ -9,7 +9,7 @@ import pytest
 from assertions import assert_close, assert_finite, assert_nan, assert_zero
 
 import ntxent_jax as nj
-from ntxent_jax.similarities import compare, compare_own, is_builtin, prepare
+from ntxent_jax.similarities import compare, compare_own, has_range, is_builtin, prepare, score_range
 
 in_float64 = pytest.mark.usefixtures("x64")
 BUILT_IN = ["cosine_similarity", "dot_product", "log1p_cosine_similarity", "negative_euclidean_distance"]
@@ -253,6 +253,22 @@ def test_blocks_are_parts_of_the_whole(name):
     own = inputs.random_rows(5, 2, 3, seed=3)
     right = np.stack([reference(name, x[i : i + 1], own[i])[0] for i in range(5)])
     assert_close(compare_own(similarity, x, own), right)
+
+
+@in_float64
+@each_similarity
+def test_range_of_similarities(name):
+    """Nothing lies outside, whichever side is the longer one, and rows of opposite and of equal direction reach it."""
+    similarity, x = getattr(nj, name), inputs.random_rows(5, 3)
+    if not has_range(similarity):
+        assert name == "log1p_cosine_similarity"
+        return
+    for sizes in ((0.1, 3.0), (3.0, 0.1)):
+        rows, columns = prepare(similarity, *(size * np.concatenate([x, -x]) for size in sizes))
+        low, high = score_range(similarity, rows, columns)
+        scores = compare(similarity, rows, columns)
+        assert_close(scores.min(), low)
+        assert_close(scores.max(), high) if name != "negative_euclidean_distance" else assert_zero(high)
 
 
 def test_what_is_built_in():

@@ -115,6 +115,21 @@ def test_low_temperature(name, never_tiles):
     assert_same(outcome(case, 3, "sum"), outcome(case, None, "sum"), rtol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["ntxent", "supcon in"])
+def test_tiles_without_positives(name, only_tiles, monkeypatch):
+    """Padding, and the same thing under another label, are no negatives there either."""
+    data = {"labels": np.arange(7) // 2, "where": catalog.WHERE, "ids": np.array([0, 1, 2, 3, 4, 0, 5])}
+    case = CASES[name]._replace(data=data)
+    monkeypatch.setattr(coupled, "_ENTRIES", 1)  # Tiles one by one, most of which hold no positives.
+    assert_same(outcome(case, 2), outcome(case, None))
+
+
+def test_a_temperature_of_shape_one(never_tiles):
+    """It is one number, not one for each anchor, which would leave the tiles unused."""
+    for temperature, tiles in (([0.6], True), (np.full(catalog.N, 0.6), False)):
+        assert np.isnan(outcome(one_temperature(CASES["ntxent"], temperature), 3)[0]) == tiles
+
+
 @pytest.mark.parametrize("name", ["ntxent", "two views", "clip"])
 @pytest.mark.parametrize("temperature", [1 / 66, 0.02, 100.0])
 def test_range_of_float32(name, temperature, only_tiles):
