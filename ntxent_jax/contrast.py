@@ -87,10 +87,8 @@ def _whole_sum(anchors: Anchors, candidates: Candidates, options: Options) -> tu
 
 def _both_ways(batch: Batch, options: Options) -> jax.Array:
     n, devices = batch.anchors.shape[0], options.devices
-    alone = devices.axis is None
-    whole = alone and rows_per_block(n, n, options.block_size) >= n
-    at_once = whole or ((alone or devices.ring) and is_coupled(batch, options))
-    if options.reduction == "none" or not at_once:
+    whole = devices.axis is None and rows_per_block(n, n, options.block_size) >= n
+    if options.reduction == "none" or not (whole or is_coupled(batch, options)):
         other = options._replace(similarity=turned(options.similarity))
         return (_one_way(batch, options) + _one_way(batch.turned(), other)) / 2
     anchors, candidates = ready(batch, options.similarity, devices)

@@ -60,7 +60,13 @@ class Rest(NamedTuple):
 
 
 def is_coupled(batch: Batch, options: Options) -> bool:
-    """Whether the loss can be run here: each pair counts in the same way for both rows, at one temperature."""
+    """Whether the loss is run here: each pair counts in the same way for both rows, at one temperature.
+
+    Not where a jitted program may be split over devices, each of which would have to see most of every tile's columns.
+    """
+    devices = options.devices
+    if not devices.ring and (devices.axis is not None or jax.device_count() > 1):
+        return False
     one_sided = (batch.bias, batch.pair_where, batch.own, batch.filter, batch.hardness, batch.extras.class_prior)
     bounded = has_range(options.similarity)
     return bounded and batch.temperature.ndim == 0 and all(option is None for option in one_sided)
@@ -90,8 +96,7 @@ def coupled_sum(
     else:
         meet = partial(added_up, schedule=among_themselves(blocks, most) if sets == 1 else between(blocks, most))
     steps = _steps(options, batch.extras.label_smoothing is not None)
-    at_hand = devices.ring or jax.device_count() == 1
-    layout = partial(_layout, block=block, by_label=options.only is None and at_hand)
+    layout = partial(_layout, block=block, by_label=options.only is None)
     otherwise = partial(_row_by_row, options=options)
     total, numbers_of_rows = sum_both_ways(steps, otherwise, layout, meet, level.moderate, inputs)
     return total, numbers_of_rows[:n]
@@ -107,11 +112,7 @@ def _only(anchors: Anchors, candidates: Candidates, sets: int, options: Options)
 
 
 def _layout(rows: tuple[Met, ...], *, block: int, by_label: bool) -> Layout:
-    """Rows in runs of equal labels, so that only tiles near the diagonal can hold positives.
-
-    That moves every row, and rows that lie on several devices had better stay where they are. There, and where labels
-    do not matter, blocks take rows in strides.
-    """
+    """Rows in runs of equal labels, so that only tiles near the diagonal can hold positives; as they are otherwise."""
     if by_label:
         return in_order(jnp.argsort(rows[0].members.label), block)
     return in_strides(rows[0].members.label.shape[0], block, len(rows))
