@@ -361,7 +361,6 @@ def passed_around(
 
     def visit(carry: Tree, step: jax.Array) -> tuple[Tree, None]:
         visitors, of_visitors, of_us, sums = carry
-        visitors, of_visitors = devices.passed_on((visitors, of_visitors))
 
         def once(part: Part) -> Sides:
             return f(part._replace(columns=part.columns & (step != opposite)))
@@ -371,11 +370,12 @@ def passed_around(
         of_visitors, of_us, sums = jax.tree.map(
             jnp.add, (of_visitors, of_us, sums), (theirs(of_both), ours(of_both), more)
         )
+        visitors, of_visitors = devices.passed_on((visitors, of_visitors))  # Rows may travel while they are met.
         return (visitors, of_visitors, of_us, sums), None
 
     of_all, *sums = added_up(f, rows, schedule=here)
     of_visitors = theirs(of_all) if sets == 2 else jax.tree.map(jnp.zeros_like, of_all)
-    start = theirs(rows), of_visitors, ours(of_all), sums
+    start = *devices.passed_on((theirs(rows), of_visitors)), ours(of_all), sums
     (_, of_visitors, of_us, sums), _ = lax.scan(visit, start, jnp.arange(1, steps + 1))
-    home = devices.passed_on(of_visitors, -steps)
+    home = devices.passed_on(of_visitors, -steps - 1)
     return jax.tree.map(jnp.add if sets == 1 else lambda *x: jnp.concatenate(x), of_us, home), *sums
