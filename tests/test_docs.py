@@ -16,6 +16,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n]*)\n(?P<code>.*?)^(?P=i
 COMMANDS = [
     "python -m pip install -e '.[examples]' && python examples/simclr_digits.py",
     "python -m pip install -e '.[test]' && python -m pytest",
+    "python examples/multi_device.py",
 ]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
