@@ -115,7 +115,7 @@ def alike(tree: Tree) -> Tree:
 def is_alike(tree: Any) -> bool:
     """Whether all arrays of a tree are of that type."""
     alone, together = jax.tree.map(alike, tree), alike(tree)
-    return jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together)
+    return bool(jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together))
 
 
 def split_of(x: ArrayLike, axes: int | None = None) -> PartitionSpec:

@@ -19,7 +19,7 @@ from ntxent_jax.devices import ALONE, on_any_mesh, on_any_mesh_as, split_of
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import query_batch, rows_for
 from ntxent_jax.numerics import divide_or_nan
-from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position, labelled
+from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position, labelled, with_positions
 from ntxent_jax.scores import Options, matmul_precision, tile
 from ntxent_jax.similarities import Similarity, cosine_similarity, is_builtin
 
@@ -359,4 +359,6 @@ def _labelled_queries(
         candidate_ids=key_ids,
         candidate="key",
     )
+    if y is None:
+        members = with_positions(members, jnp.arange(x.shape[0]))
     return Batch(x, members, jnp.ones(()), candidates=y, candidate_members=key_members)
