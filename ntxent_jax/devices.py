@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 
@@ -136,30 +137,58 @@ def is_alike(tree: Any) -> bool:
     return bool(jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together))
 
 
+def split_of(x: ArrayLike, axes: int | None = None) -> PartitionSpec:
+    """How an explicit mesh splits an array, or its first axes."""
+    return _specification(*jax.typeof(x).sharding.spec[:axes])
+
+
 def on_any_mesh(f: Callable[P, Result]) -> Callable[P, Result]:
-    """``f`` also for arrays whose types say how an explicit mesh splits them: meanwhile the compiler decides."""
+    """``on_any_mesh_as`` for a function that returns a number, or rows with ``reduction="none"``."""
+    return on_any_mesh_as(_number_or_rows)(f)
 
-    @functools.wraps(f)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        shardings = [jax.typeof(leaves[i]).sharding for i in given]
-        explicit = [x for x in shardings if AxisType.Explicit in x.mesh.axis_types]
-        if not explicit:
-            return f(*args, **kwargs)
-        mesh = explicit[0].mesh
-        axes = tuple(compress(mesh.axis_names, (kind == AxisType.Explicit for kind in mesh.axis_types)))
 
-        def whole(*arrays: jax.Array) -> Result:
-            known = dict(zip(given, arrays, strict=True))
-            positional, named = jax.tree.unflatten(structure, [known.get(i, x) for i, x in enumerate(leaves)])
-            return f(*positional, **named)
+def on_any_mesh_as(layout: Callable[..., Any]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Makes a function take arrays whose types say how an explicit mesh splits them: meanwhile the compiler decides.
 
-        rows = next((x.spec[:1] for x in explicit if x.spec), ())
-        spec = _specification(*(rows if kwargs.get("reduction") == "none" else ()))
-        automatic = jax.jit(jax.sharding.auto_axes(whole, axes=axes, out_sharding=spec))
-        with jax.sharding.use_abstract_mesh(mesh):
-            result: Result = automatic(*(leaves[i] for i in given))
-        return result
+    Args:
+        layout: From the arguments of the function to the specification of its result.
+    """
 
-    return run
+    def decorated(f: Callable[P, Result]) -> Callable[P, Result]:
+        @functools.wraps(f)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+            mesh = next((mesh for i in given if (mesh := _explicit(leaves[i])) is not None), None)
+            if mesh is None:
+                return f(*args, **kwargs)
+            axes = tuple(compress(mesh.axis_names, (kind == AxisType.Explicit for kind in mesh.axis_types)))
+
+            def whole(*arrays: jax.Array) -> Result:
+                known = dict(zip(given, arrays, strict=True))
+                positional, named = jax.tree.unflatten(structure, [known.get(i, x) for i, x in enumerate(leaves)])
+                return f(*positional, **named)
+
+            spec = layout(*args, **kwargs)
+            automatic = jax.jit(jax.sharding.auto_axes(whole, axes=axes, out_sharding=spec))
+            with jax.sharding.use_abstract_mesh(mesh):
+                result: Result = automatic(*(leaves[i] for i in given))
+            return result
+
+        return run
+
+    return decorated
+
+
+def _number_or_rows(*args: Any, reduction: str = "mean", **kwargs: Any) -> PartitionSpec:
+    """Rows are split as the first array that is split."""
+    if reduction != "none":
+        return _specification()
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array) and x.ndim]
+    return next((split_of(x, 1) for x in arrays if _explicit(x) is not None), _specification())
+
+
+def _explicit(x: jax.Array) -> Any:
+    """The explicit mesh that splits an array, if there is one."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh if AxisType.Explicit in mesh.axis_types else None

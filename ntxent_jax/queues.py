@@ -1,6 +1,6 @@
 """A queue of earlier embeddings, to choose among more candidates than one batch has rows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ntxent_jax import checks
+from ntxent_jax.devices import on_any_mesh_as, split_of
 
 
 class EmbeddingQueue(NamedTuple):
@@ -71,6 +72,11 @@ def queue_init(size: int, dim: int, *, dtype: DTypeLike, label_dtype: DTypeLike 
     )
 
 
+def _split_as_queue(queue: EmbeddingQueue, *_: ArrayLike, **__: ArrayLike | None) -> Any:
+    return jax.tree.map(split_of, queue)
+
+
+@on_any_mesh_as(_split_as_queue)
 def queue_push(
     queue: EmbeddingQueue,
     embeddings: ArrayLike,

@@ -10,15 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
-from ntxent_jax.devices import ALONE, on_any_mesh
+from ntxent_jax.devices import ALONE, on_any_mesh, on_any_mesh_as, split_of
 from ntxent_jax.engine import map_rows, rows_per_block
 from ntxent_jax.inputs import query_batch, rows_for
 from ntxent_jax.numerics import divide_or_nan
-from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position, labelled
+from ntxent_jax.pairs import Members, PairMasks, Rule, by_label, by_position, labelled, with_positions
 from ntxent_jax.scores import Options, matmul_precision, tile
 from ntxent_jax.similarities import Similarity, cosine_similarity, is_builtin
 
@@ -26,6 +27,11 @@ from ntxent_jax.similarities import Similarity, cosine_similarity, is_builtin
 _PLACES = 32
 
 
+def _split_as_queries(queries: ArrayLike, *_: Any, **__: Any) -> PartitionSpec:
+    return split_of(queries, 1)
+
+
+@on_any_mesh_as(_split_as_queries)
 def top_k(
     queries: ArrayLike,
     keys: ArrayLike,
@@ -353,4 +359,6 @@ def _labelled_queries(
         candidate_ids=key_ids,
         candidate="key",
     )
+    if y is None:
+        members = with_positions(members, jnp.arange(x.shape[0]))
     return Batch(x, members, jnp.ones(()), candidates=y, candidate_members=key_members)

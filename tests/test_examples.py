@@ -1,6 +1,8 @@
 """Every example runs from the command line, with small settings, and writes what it promises."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +12,34 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OPTIONS = {
+    "multi_device.py": [
+        *("--devices", "--steps", "--batch-size", "--gather", "--seed"),
+        *("--distributed", "--coordinator", "--num-processes", "--process-id"),
+    ],
     "see_a_batch.py": ["--out"],
     "simclr_digits.py": ["--steps", "--batch-size", "--temperature", "--seed", "--out"],
 }
 
 
-def run(script: Path, *arguments: str) -> str:
+def start(script: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"MPLBACKEND": "Agg", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def run(script: Path, *arguments: str) -> str:
+    return outputs_of([start(script, *arguments)])[0]
+
+
+def outputs_of(processes: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [output for output, _ in outputs]
 
 
 def test_there_are_examples() -> None:
@@ -52,3 +71,41 @@ def test_simclr_digits_with_small_settings(tmp_path: Path) -> None:
     assert pictures, "no picture was written"
     for picture in pictures:
         assert_picture(picture)
+
+
+def assert_as_on_one_device(text: str, steps: int) -> None:
+    """Loss and update of every step differ by rounding; a step takes less memory than on one device."""
+    rows = re.findall(r"^ +\d+  +([\d.]+)  +([\d.]+)  +(\S+e\S+)  +(\S+e\S+)$", text, re.MULTILINE)
+    assert len(rows) == steps, text
+    for loss, alone, *apart in rows:
+        assert abs(float(loss) - float(alone)) < 1e-4, text
+        assert max(map(float, apart)) < 1e-4, text
+    shared, whole = re.findall(r"([\d.]+) MB", text)
+    assert float(shared) < float(whole), text
+
+
+@pytest.mark.parametrize("gather", ["all", "ring"])
+def test_multi_device_with_small_settings(gather: str) -> None:
+    settings = ["--devices", "4", "--steps", "2", "--batch-size", "32", "--gather", gather]
+    text = run(ROOT / "examples/multi_device.py", *settings)
+    assert text.startswith(f'4 devices (cpu) in 1 process(es), 8 of 32 images on each, gather="{gather}"')
+    assert_as_on_one_device(text, 2)
+
+
+def test_multi_device_in_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = ["--devices", "2", "--steps", "2", "--batch-size", "32", "--distributed", "--coordinator", coordinator]
+    settings += ["--num-processes", "2", "--process-id"]
+    first, second = outputs_of([start(ROOT / "examples/multi_device.py", *settings, number) for number in "01"])
+    assert "4 devices (cpu) in 2 process(es), 8 of 32 images on each" in first
+    assert_as_on_one_device(first, 2)
+    assert "step" not in second
+
+
+def test_multi_device_refuses_a_batch_that_cannot_be_split() -> None:
+    process = start(ROOT / "examples/multi_device.py", "--devices", "3", "--batch-size", "32")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "it must be a multiple of the number of devices, 3" in errors
