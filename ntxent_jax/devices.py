@@ -27,12 +27,6 @@ Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
-# JAX's own have no types.
-_sum_over: Callable[..., Any] = lax.psum
-_largest_of: Callable[..., Any] = lax.pmax
-_passed_on: Callable[..., Any] = lax.ppermute
-_specification: Callable[..., PartitionSpec] = PartitionSpec
-
 
 class Devices(NamedTuple):
     """The devices that hold one batch together.
@@ -48,7 +42,7 @@ class Devices(NamedTuple):
     @property
     def number(self) -> int:
         """How many they are."""
-        return 1 if self.axis is None else int(_sum_over(1, self.axis))
+        return 1 if self.axis is None else int(lax.psum(1, self.axis))
 
     def first(self, n: int) -> jax.Array | int:
         """Number of this device's first row among the rows of all, if each has ``n``, one device's behind another's."""
@@ -74,7 +68,7 @@ class Devices(NamedTuple):
         if self.axis is None:
             return tree
         # One by one: JAX 0.7 cannot transpose a sum of several of which only some have a derivative.
-        result: Tree = jax.tree.map(lambda x: _sum_over(x, self.axis), self._everywhere(tree))
+        result: Tree = jax.tree.map(lambda x: lax.psum(x, self.axis), self._everywhere(tree))
         return result
 
     def largest(self, tree: Tree) -> Tree:
@@ -82,13 +76,13 @@ class Devices(NamedTuple):
         if self.axis is None:
             return tree
         local = self._everywhere(lax.stop_gradient(tree))
-        result: Tree = jax.tree.map(lambda x: _largest_of(x, self.axis), local)
+        result: Tree = jax.tree.map(lambda x: lax.pmax(x, self.axis), local)
         return self._everywhere(result)
 
     def passed_on(self, tree: Tree, steps: int = 1) -> Tree:
         """What a device holds goes to the one that stands ``steps`` further in a circle of all."""
         pairs = [(i, (i + steps) % self.number) for i in range(self.number)]
-        result: Tree = jax.tree.map(lambda x: _passed_on(x, self.axis, pairs), tree)
+        result: Tree = jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
         return result
 
     def _everywhere(self, tree: Tree) -> Tree:
@@ -139,7 +133,7 @@ def is_alike(tree: Any) -> bool:
 
 def split_of(x: ArrayLike, axes: int | None = None) -> PartitionSpec:
     """How an explicit mesh splits an array, or its first axes."""
-    return _specification(*jax.typeof(x).sharding.spec[:axes])
+    return PartitionSpec(*jax.typeof(x).sharding.spec[:axes])
 
 
 def on_any_mesh(f: Callable[P, Result]) -> Callable[P, Result]:
@@ -183,9 +177,9 @@ def on_any_mesh_as(layout: Callable[..., Any]) -> Callable[[Callable[P, Result]]
 def _number_or_rows(*args: Any, reduction: str = "mean", **kwargs: Any) -> PartitionSpec:
     """Rows are split as the first array that is split."""
     if reduction != "none":
-        return _specification()
+        return PartitionSpec()
     arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array) and x.ndim]
-    return next((split_of(x, 1) for x in arrays if _explicit(x) is not None), _specification())
+    return next((split_of(x, 1) for x in arrays if _explicit(x) is not None), PartitionSpec())
 
 
 def _explicit(x: jax.Array) -> Any:

@@ -82,8 +82,8 @@ def ntxent(
             the whole batch (``"none"``: of its own anchors). Average the gradients of parameters with
             ``jax.lax.pmean``; see the page on many devices. Leave it out under plain ``jax.jit``.
         gather: ``"all"``: the candidates of all devices are gathered on each. ``"ring"``: they pass by, one device's
-            at a time, which needs memory for two shares only and, where the similarity is symmetric, two thirds of the
-            work. Same result. ``"none"`` is always gathered.
+            at a time, which needs memory for a few shares only. Same result. With ``"none"``, or a similarity of yours,
+            the backward pass keeps what passed by.
         precision: Precision of matrix products, as in ``jax.default_matmul_precision``. Default: ``"highest"``, or the
             backend's own for bfloat16 rows.
 
