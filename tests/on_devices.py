@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_cases import CASES, DEVICES, FACTORS, OF_KEYS, ORDER_OF_KEYS, M
-from jax import lax
-from jax.sharding import PartitionSpec
-
 from inputs import LATTICE_K as K
 from inputs import LATTICE_Q as Q
 from inputs import LATTICE_W as W
 from inputs import X
+from jax import lax
+from jax.sharding import PartitionSpec
 
 import ntxent_jax as nj
+from ntxent_jax.devices import Devices
 
 ROWS = {name for case in CASES.values() for name, x in case.floats.items() if x.ndim > 1}
 
@@ -177,7 +177,9 @@ def statistics(block_size: int | None, map_: str) -> float:
     def of_each(_: Any, rows: Any) -> Any:
         return nj.batch_statistics(**rows, block_size=block_size, axis_name=way.axis)
 
-    errors = jax.tree.map(lambda x, y: abs(x / y - 1), way(of_each, same=True)({}, arguments), nj.batch_statistics(**arguments))
+    errors = jax.tree.map(
+        lambda x, y: abs(x / y - 1), way(of_each, same=True)({}, arguments), nj.batch_statistics(**arguments)
+    )
     return float(max(jax.tree.leaves(errors)))
 
 
@@ -232,7 +234,11 @@ def _fixed(loss: Any, batch: Any, way: Way, encoded: bool) -> Any:
         value, slope = jax.device_get(way(inside)(weights, batch))
         assert all(np.allclose(x, x[0], rtol=1e-12) for x in (value, slope)), "devices differ"
         return value[0], slope[0]
-    by = (lambda x: way(of_each, same=True)(x, batch)) if encoded else (lambda x: way(of_each, same=True)(weights, (x, batch[1])))
+    by = (
+        (lambda x: way(of_each, same=True)(x, batch))
+        if encoded
+        else (lambda x: way(of_each, same=True)(weights, (x, batch[1])))
+    )
     return jax.device_get(jax.value_and_grad(by)(weights if encoded else batch[0]))
 
 
@@ -245,29 +251,36 @@ def _all_gather_without_gradient(own_too: bool, right: Any) -> Any:
     return gather
 
 
+def _count_averaged(right: Any) -> Any:
+    def summed(self: Devices, tree: Any) -> Any:
+        total, count = right(self, tree)
+        return total, count / self.number
+
+    return summed
+
+
 MISTAKES = {
     # The rows of other devices get no gradient, or no gathered row does.
-    "foreign keys": {"all_gather": functools.partial(_all_gather_without_gradient, False)},
-    "all keys": {"all_gather": functools.partial(_all_gather_without_gradient, True)},
-    # A numerator of all devices, and a count of one.
-    "count": {"psum": None},
+    "foreign keys": (lax, "all_gather", functools.partial(_all_gather_without_gradient, False)),
+    "all keys": (lax, "all_gather", functools.partial(_all_gather_without_gradient, True)),
+    # A loss is the sum over all devices, divided by what counts on one of them.
+    "count": (Devices, "summed", _count_averaged),
     # Gradients are summed instead of averaged, or left as they are.
-    "sum": {"pmean": lambda right: lax.psum},
-    "own": {"pmean": lambda right: lambda x, axis: x},
+    "sum": (lax, "pmean", lambda right: lax.psum),
+    "own": (lax, "pmean", lambda right: lambda x, axis: x),
 }
 
 
 def with_mistake(mistake: str, function: str, *arguments: Any) -> Any:
-    """The answer to another question if a function of JAX did something else."""
-    right = {name: getattr(lax, name) for name in MISTAKES[mistake]}
+    """The answer to another question if one function did something else."""
+    owner, name, wrong = MISTAKES[mistake]
+    right = getattr(owner, name)
     jax.clear_caches()
-    for name, make in MISTAKES[mistake].items():
-        setattr(lax, name, make(right[name]))
+    setattr(owner, name, wrong(right))
     try:
         return globals()[function](*arguments)
     finally:
-        for name, original in right.items():
-            setattr(lax, name, original)
+        setattr(owner, name, right)
         jax.clear_caches()
 
 
@@ -282,4 +295,5 @@ def answer(question: str) -> Any:
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     for line in sys.stdin:
-        print(json.dumps(answer(line)), flush=True)
+        sys.stdout.write(json.dumps(answer(line)) + "\n")
+        sys.stdout.flush()

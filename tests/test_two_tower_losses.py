@@ -346,7 +346,11 @@ def test_siglip_at_a_similarity_of_minus_infinity(block_size):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: nj.clip_loss(IMAGES, TEXTS[:5]), ValueError, "images and texts must have equally many rows, got 7 and 5"),
+        (
+            lambda: nj.clip_loss(IMAGES, TEXTS[:5]),
+            ValueError,
+            "images and texts must have equally many rows, got 7 and 5",
+        ),
         (lambda: nj.siglip_loss(IMAGES[:5], TEXTS), ValueError, "images and texts .*equally many"),
         (lambda: nj.clip_loss(IMAGES[:5], TEXTS), ValueError, "images and texts .*equally many"),
         (lambda: nj.clip_loss(IMAGES, TEXTS, -0.1), ValueError, "temperature"),
