@@ -6,8 +6,10 @@ file and its arguments; the answer is what it returns, mostly how far a result i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from inputs import LATTICE_Q as Q
 from inputs import LATTICE_W as W
 from inputs import X
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ntxent_jax as nj
 from ntxent_jax.devices import Devices
@@ -100,20 +102,22 @@ def floats_and_data(name: str) -> tuple[Any, Any]:
     return floats, jax.tree.map(jnp.asarray, case.data)
 
 
+def in_one_order(name: str, arrays: dict[str, Any], back: bool = False) -> dict[str, Any]:
+    """On one device the first keys are the positives; on several the first of each device are. And back again."""
+    if "keys" not in CASES[name].floats or len(CASES[name].floats["keys"]) != M:
+        return arrays
+    order = np.argsort(ORDER_OF_KEYS) if back else ORDER_OF_KEYS
+    arrays = {key: x[order] if key in OF_KEYS else x for key, x in arrays.items()}
+    return {key: x[:, order] if key == "pair_where" else x for key, x in arrays.items()}
+
+
 @functools.cache
 def on_one_device(name: str) -> Any:
-    """Value and gradient. On one device the first of the keys are the positives, those of all devices here."""
+    """Value and gradient."""
     case = CASES[name]
-
-    def loss(floats: Any, data: Any) -> Any:
-        arguments = {**floats, **data}
-        if "keys" in arguments and len(arguments["keys"]) == M:
-            arguments |= {key: arguments[key][ORDER_OF_KEYS] for key in OF_KEYS if key in arguments}
-            if "pair_where" in arguments:
-                arguments["pair_where"] = arguments["pair_where"][:, ORDER_OF_KEYS]
-        return _total(case(nj, arguments, {}))
-
-    (_, value), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*floats_and_data(name))
+    floats, data = (in_one_order(name, arrays) for arrays in floats_and_data(name))
+    step = jax.jit(jax.value_and_grad(lambda x, y: _total(case(nj, x, y)), has_aux=True))
+    (_, value), gradient = step(floats, data)
     return jax.device_get((value, gradient))
 
 
@@ -166,7 +170,25 @@ def difference(actual: Any, expected: Any) -> dict[str, float]:
 
 
 def compared(name: str, ways: list[Any]) -> list[dict[str, float]]:
-    return [difference(on_all_devices(name, Way(*way)), on_one_device(name)) for way in ways]
+    value, gradient = on_one_device(name)
+    right = value, in_one_order(name, gradient, back=True)
+    return [difference(on_all_devices(name, Way(*way)), right) for way in ways]
+
+
+def on_mesh(name: str, kind: str, block_size: int | None, how: str) -> dict[str, float]:
+    """Plain ``jax.jit``, or no ``jit`` at all, of rows that lie on all devices of a mesh of Auto or Explicit axes."""
+    case, types = CASES[name], (AxisType.Auto if kind == "Auto" else AxisType.Explicit,)
+    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=types)
+
+    def on_devices(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch" if x.ndim else None)))
+
+    floats, data = (jax.tree.map(on_devices, in_one_order(name, arrays)) for arrays in floats_and_data(name))
+    factors = on_devices(jnp.asarray(FACTORS))
+    step = jax.value_and_grad(lambda x, y, z: _total(case(nj, x, y, block_size=block_size), z), has_aux=True)
+    with jax.set_mesh(mesh) if how == "mesh set" else contextlib.nullcontext():
+        (_, value), gradient = (step if how == "no jit" else jax.jit(step))(floats, data, factors)
+    return difference(jax.device_get((value, gradient)), on_one_device(name))
 
 
 def statistics(block_size: int | None, map_: str) -> float:
@@ -196,8 +218,55 @@ def rows_inside(name: str, way: list[Any]) -> dict[str, float]:
         return value[None], gradient
 
     value, slopes = on_one_device(name)
-    slopes = {key: x for key, x in slopes.items() if key in ROWS}
+    slopes = {key: x for key, x in in_one_order(name, slopes, back=True).items() if key in ROWS}
     return difference(jax.device_get(way(inside)({}, (floats, data))), (value, slopes))
+
+
+PROGRAMS = {
+    "labels": lambda x, y, z, **options: nj.ntxent(x, z, 0.1, **options),
+    "views": lambda x, y, z, **options: nj.ntxent_views(x, y, temperature=0.1, **options),
+    "clip": lambda x, y, z, **options: nj.clip_loss(x, y, 0.1, **options),
+    "queries": lambda x, y, z, **options: nj.info_nce_loss(x, y, temperature=0.1, **options),
+}
+
+
+def program(name: str, kind: str, gather: str, devices: int, n: int, d: int, blocks: int | None) -> dict[str, float]:
+    """Numbers of the compiled program of a loss and its gradient, for each device; it is not run.
+
+    Args:
+        name: Of the loss.
+        kind: "axis_name" under ``jax.shard_map``, or the axes of a mesh under plain ``jax.jit``.
+        gather: With an axis name.
+        devices: How many.
+        n: Rows of all devices.
+        d: Features.
+        blocks: Into how many blocks the anchors are cut. Operations of a loop are counted once, so that only programs
+            with equally many blocks can be compared. None: the default.
+    """
+    mapped = kind == "axis_name"
+    mesh = jax.make_mesh(
+        (devices,),
+        ("batch",),
+        axis_types=(AxisType.Auto if kind == "Auto" else AxisType.Explicit,),
+        devices=jax.devices()[:devices],
+    )
+    options = {"block_size": None if blocks is None else n // (devices if mapped else 1) // blocks}
+    if mapped:
+        options |= {"axis_name": "batch"} | ({} if gather == "all" else {"gather": gather})
+    loss = functools.partial(PROGRAMS[name], **options)
+    if mapped:
+        loss = jax.shard_map(loss, mesh=mesh, in_specs=PartitionSpec("batch"), out_specs=PartitionSpec())
+    along = NamedSharding(mesh, PartitionSpec("batch"))
+    rows = jax.ShapeDtypeStruct((n, d), jnp.float32, sharding=along)
+    labels = jax.ShapeDtypeStruct((n,), jnp.int32, sharding=along)
+    step = jax.jit(jax.value_and_grad(loss, 0 if name == "labels" else (0, 1)))
+    compiled = step.lower(rows, rows, labels).compile()
+    exchanged = re.findall(r"= \(?\w+\[([\d,]*)\].* (?:all-\w+|collective-permute|reduce-scatter)", compiled.as_text())
+    return {
+        "bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "operations": compiled.cost_analysis()["flops"],
+        "exchanged": max(int(np.prod([int(size) for size in shape.split(",") if size])) for shape in exchanged),
+    }
 
 
 FIXED = {  # Loss of two sets of rows, and the rows.

@@ -231,7 +231,7 @@ def test_pairs_are_those_of_all_devices():
     rows = X.reshape(3, 2, 3)
     step = jax.vmap(loss, axis_name="batch")
     assert step(rows, rows, np.ones((3, 2, 6), bool)).shape == (3,)
-    with pytest.raises(ValueError, match=r"pair_where.*\(2, 2\).*\(2, 6\)"):
+    with pytest.raises(ValueError, match=r"pair_where must have shape \[2, 6\].*got \[2, 2\]"):
         step(rows, rows, np.ones((3, 2, 2), bool))
 
 
@@ -240,5 +240,5 @@ def test_per_item_arguments_are_local():
     step = jax.vmap(
         lambda x, y, w: nj.ntxent(x, y, weights=w, axis_name="batch"), axis_name="batch", in_axes=(0, 0, None)
     )
-    with pytest.raises(ValueError, match=r"weights.*\(6,\)"):
+    with pytest.raises(ValueError, match=r"weights must have shape \[2\].*got \[6\]"):
         step(rows, labels, np.ones(6))
