@@ -64,8 +64,10 @@ class Devices(NamedTuple):
         return result
 
     def summed(self, tree: Tree) -> Tree:
-        """Sums over all devices."""
-        result: Tree = tree if self.axis is None else _sum_over(self._everywhere(tree), self.axis)
+        """Sums over all devices. One by one: JAX 0.7 cannot differentiate a sum of several of which some are constant."""
+        if self.axis is None:
+            return tree
+        result: Tree = jax.tree.map(lambda x: _sum_over(x, self.axis), self._everywhere(tree))
         return result
 
     def _everywhere(self, tree: Tree) -> Tree:

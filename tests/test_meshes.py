@@ -46,6 +46,5 @@ def test_memory_of_a_large_batch(name, kind, gather, eight_devices):
 @pytest.mark.parametrize("name", ["labels", "clip", "queries"])
 def test_memory_and_work_fall_with_the_number_of_devices(name, kind, gather, eight_devices):
     two, eight = (eight_devices("program", name, kind, gather, devices, 4096, 32, 8) for devices in (2, 8))
-    print(two, eight)
     assert eight["bytes"] < two["bytes"] / 2
     assert eight["operations"] < two["operations"] / 3
