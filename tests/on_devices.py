@@ -19,6 +19,7 @@ import device_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+from catalog import quick_jit
 from device_cases import CASES, DEVICES, FACTORS, OF_KEYS, ORDER_OF_KEYS, M
 from inputs import LATTICE_K as K
 from inputs import LATTICE_Q as Q
@@ -85,7 +86,11 @@ class Way(NamedTuple):
             out, check = PartitionSpec() if same else along, self.map != "unchecked"
             return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=check)(*args)
 
-        return run if self.map == "pmap" else jax.jit(run)
+        return run
+
+    def compiled(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """``f``, which calls a mapped function."""
+        return f if self.map == "pmap" else quick_jit(f)
 
     def share(self, x: jax.Array) -> jax.Array:
         """This device's rows, inside of the map."""
@@ -116,7 +121,7 @@ def on_one_device(name: str) -> Any:
     """Value and gradient."""
     case = CASES[name]
     floats, data = (in_one_order(name, arrays) for arrays in floats_and_data(name))
-    step = jax.jit(jax.value_and_grad(lambda x, y: _total(case(nj, x, y)), has_aux=True))
+    step = quick_jit(jax.value_and_grad(lambda x, y: _total(case(nj, x, y)), has_aux=True))
     (_, value), gradient = step(floats, data)
     return jax.device_get((value, gradient))
 
@@ -149,8 +154,8 @@ def on_all_devices(name: str, way: Way) -> Any:
         return (value, of_each[1]) if rows else of_each
 
     if way.inside:
-        return jax.device_get(way(inside)(floats, {**data, "factors": FACTORS}))
-    (_, value), gradient = jax.value_and_grad(outside, has_aux=True)(floats)
+        return jax.device_get(way.compiled(way(inside))(floats, {**data, "factors": FACTORS}))
+    (_, value), gradient = way.compiled(jax.value_and_grad(outside, has_aux=True))(floats)
     return jax.device_get((value, gradient))
 
 
@@ -187,7 +192,7 @@ def on_mesh(name: str, kind: str, block_size: int | None, how: str) -> dict[str,
     factors = on_devices(jnp.asarray(FACTORS))
     step = jax.value_and_grad(lambda x, y, z: _total(case(nj, x, y, block_size=block_size), z), has_aux=True)
     with contextlib.nullcontext() if how == "jit" else jax.set_mesh(mesh):
-        (_, value), gradient = (step if how == "no jit" else jax.jit(step))(floats, data, factors)
+        (_, value), gradient = (step if how == "no jit" else quick_jit(step))(floats, data, factors)
     return difference(jax.device_get((value, gradient)), on_one_device(name))
 
 
@@ -199,10 +204,8 @@ def statistics(block_size: int | None, map_: str) -> float:
     def of_each(_: Any, rows: Any) -> Any:
         return nj.batch_statistics(**rows, block_size=block_size, axis_name=way.axis)
 
-    errors = jax.tree.map(
-        lambda x, y: abs(x / y - 1), way(of_each, same=True)({}, arguments), nj.batch_statistics(**arguments)
-    )
-    return float(max(jax.tree.leaves(errors)))
+    found, right = way.compiled(way(of_each, same=True))({}, arguments), nj.batch_statistics(**arguments)
+    return float(max(abs(x / y - 1) for x, y in zip(found, right, strict=True)))
 
 
 def rows_inside(name: str, way: list[Any]) -> dict[str, float]:
@@ -219,7 +222,7 @@ def rows_inside(name: str, way: list[Any]) -> dict[str, float]:
 
     value, slopes = on_one_device(name)
     slopes = {key: x for key, x in in_one_order(name, slopes, back=True).items() if key in ROWS}
-    return difference(jax.device_get(way(inside)({}, (floats, data))), (value, slopes))
+    return difference(jax.device_get(way.compiled(way(inside))({}, (floats, data))), (value, slopes))
 
 
 PROGRAMS = {
@@ -298,17 +301,16 @@ def _fixed(loss: Any, batch: Any, way: Way, encoded: bool) -> Any:
         value, slope = jax.value_and_grad(of_each)(weights, rows)
         return value[None], lax.pmean(slope, way.axis)[None]
 
-    weights = W if encoded else np.eye(3)
-    if way.inside:
-        value, slope = jax.device_get(way(inside)(weights, batch))
-        assert all(np.allclose(x, x[0], rtol=1e-12) for x in (value, slope)), "devices differ"
-        return value[0], slope[0]
-    by = (
-        (lambda x: way(of_each, same=True)(x, batch))
-        if encoded
-        else (lambda x: way(of_each, same=True)(weights, (x, batch[1])))
-    )
-    return jax.device_get(jax.value_and_grad(by)(weights if encoded else batch[0]))
+    def outside(x: Any) -> Any:
+        weights, rows = (x, batch) if encoded else (jnp.eye(len(W)), (x, batch[1]))
+        return way(of_each, same=True)(weights, rows)
+
+    if not way.inside:
+        return jax.device_get(way.compiled(jax.value_and_grad(outside))(W if encoded else batch[0]))
+    assert encoded
+    value, slope = jax.device_get(way.compiled(way(inside))(W, batch))
+    assert all(np.allclose(x, x[0], rtol=1e-12) for x in (value, slope)), "devices differ"
+    return value[0], slope[0]
 
 
 def _all_gather_without_gradient(own_too: bool, right: Any) -> Any:

@@ -90,16 +90,15 @@ def test_gradient_of_own_rows_inside(name, map_, times, gather, eight_devices):
 @pytest.mark.parametrize(("map_", "inside"), CHECKED_OR_NOT)
 def test_cases_2_and_38_gradient_of_parameters(map_, inside, gather, eight_devices):
     """Neither the number of devices times too large, nor too small; the positives are not those of the first device."""
-    for block_size in (None, 1):
-        value, gradient = eight_devices("fixed", "one way", (map_, inside, block_size, gather, 4), True)
-        assert_states(value, LATTICE_LOSS)
-        assert_states(gradient, LATTICE_GRADIENT)
+    value, gradient = eight_devices("fixed", "one way", (map_, inside, 1 if inside else None, gather, 4), True)
+    assert_states(value, LATTICE_LOSS)
+    assert_states(gradient, LATTICE_GRADIENT)
 
 
 @pytest.mark.parametrize(
     ("mistake", "cosine", "length"), [("foreign keys", 0.9746, 1.0018), ("all keys", -0.3876, 1.925)]
 )
-@pytest.mark.parametrize(("map_", "inside"), CHECKED_OR_NOT)
+@pytest.mark.parametrize(("map_", "inside"), [("checked", True), ("unchecked", True), ("vmap", False)])
 def test_case_3_keys_without_gradient_show(mistake, cosine, length, map_, inside, eight_devices):
     """The value is right, and where only the keys of other devices have no gradient even its length nearly is."""
     value, gradient = eight_devices("with_mistake", mistake, "fixed", "one way", (map_, inside, None, "all", 4), True)
@@ -123,7 +122,7 @@ def test_case_7_positions_of_positives(name, devices, right, map_, gather, eight
 
 
 @each_gather
-@pytest.mark.parametrize("map_", ["checked", "unchecked", "vmap"])
+@pytest.mark.parametrize("map_", ["checked", "vmap"])
 def test_case_22_two_batches_are_not_one(map_, gather, eight_devices):
     """On four devices, too, the mean over two batches of four rows is another loss than one batch of eight."""
     one, slope = eight_devices("fixed", "one way", (map_, False, None, gather, 4), False)

@@ -4,7 +4,9 @@ import pytest
 from device_cases import BLOCK, CASES
 from test_devices import GATHERS, assert_same, tolerance_of
 
-SOME_CASES = ("ntxent", "two views none", "info_nce keys", "clip", "clip none")
+SOME_CASES = ("ntxent", "two views none", "info_nce keys", "clip")
+# Of the cases those that differ in the arrays that come in, or in how they meet.
+EXPLICIT = [name for name in CASES if not name.endswith(("mean", "sum", "in", "cold", "smoothed", "float32", "harder"))]
 WAYS = [
     (name, kind, block_size, how)
     for name in SOME_CASES
@@ -19,10 +21,10 @@ PROGRAMS = ("labels", "views", "clip", "queries")
 KINDS = [*(("axis_name", gather) for gather in GATHERS), ("Auto", "all"), ("Explicit", "all")]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXPLICIT)
 def test_explicit_axes(name, eight_devices):
     """The default of ``jax.make_mesh``: types of arrays say how they are split, and most operations would object."""
-    block_size = (None, BLOCK)[list(CASES).index(name) % 2]
+    block_size = (None, BLOCK)[EXPLICIT.index(name) % 2]
     assert_same(eight_devices("on_mesh", name, "Explicit", block_size, "jit"), tolerance_of(name))
 
 
