@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import re
 import sys
@@ -64,8 +65,7 @@ class Way(NamedTuple):
         return jax.sharding.Mesh(devices[: self.devices], "batch")
 
     def options(self) -> dict[str, Any]:
-        gather = {} if self.gather == "all" else {"gather": self.gather}
-        return {"axis_name": self.axis, "block_size": self.block_size, **gather}
+        return {"axis_name": self.axis, "block_size": self.block_size, "gather": self.gather}
 
     def __call__(self, f: Callable[..., Any], same: bool = False) -> Callable[..., Any]:
         """``f(copies, rows)`` of one device's rows as a function of the rows of all; copies and numbers are not split.
@@ -255,7 +255,7 @@ def program(name: str, kind: str, gather: str, devices: int, n: int, d: int, blo
     )
     options = {"block_size": None if blocks is None else n // (devices if mapped else 1) // blocks}
     if mapped:
-        options |= {"axis_name": "batch"} | ({} if gather == "all" else {"gather": gather})
+        options |= {"axis_name": "batch", "gather": gather}
     loss = functools.partial(PROGRAMS[name], **options)
     if mapped:
         loss = jax.shard_map(loss, mesh=mesh, in_specs=PartitionSpec("batch"), out_specs=PartitionSpec())
@@ -365,6 +365,7 @@ def answer(question: str) -> Any:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
+    gc.set_threshold(100_000, 50, 50)  # As for all tests.
     for line in sys.stdin:
         sys.stdout.write(json.dumps(answer(line)) + "\n")
         sys.stdout.flush()

@@ -60,7 +60,7 @@ def _plain(loss: Any) -> Any:
 
 
 def _mapped(loss: Any, mesh: Any, gather: str) -> Any:
-    options = {"axis_name": "batch"} | ({} if gather == "all" else {"gather": gather})
+    options = {"axis_name": "batch", "gather": gather}
 
     def step(weights: Any, *shares: Any) -> Any:
         def total(w: Any) -> Any:

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from assertions import assert_close, assert_states
+from assertions import assert_close, assert_nan, assert_states, assert_zero
 from device_cases import BLOCK, CASES, SOME_CASES
 from inputs import X
 from test_cases import LATTICE_GRADIENT, LATTICE_LOSS
@@ -133,6 +133,26 @@ def test_case_22_two_batches_are_not_one(map_, gather, eight_devices):
     lengths = np.linalg.norm(slope), np.linalg.norm(other)
     assert_close(slope @ other / np.prod(lengths), 0.8660, atol=5e-5)
     assert_close(lengths[1] / lengths[0], 0.8475, atol=5e-5)
+
+
+# Batches without a loss -----------------------------------------------------------------------------------------------
+
+
+@each_gather
+@pytest.mark.parametrize("loss", ["ntxent", "info_nce_loss", "clip_loss", "siglip_loss"])
+def test_nothing_counts_and_nan_is_everywhere(loss, gather):
+    """Padding only: a loss of 0, and no gradient. NaN in a row of one device is NaN on all of them."""
+
+    def of_each(x, y, where):
+        second = np.zeros(2, int) if loss == "ntxent" else y
+        return getattr(nj, loss)(x, second, temperature=0.5, where=where, axis_name="batch", gather=gather)
+
+    step = jax.jit(jax.value_and_grad(lambda *args: jax.vmap(of_each, axis_name="batch")(*args).sum()))
+    rows, where = X.reshape(3, 2, 3), np.zeros((3, 2), bool)
+    assert_zero(*step(rows, rows, where))
+    broken = rows + np.where(np.arange(3) == 1, np.nan, 0)[:, None, None]
+    assert_nan(step(broken, rows, ~where)[0])
+    assert_zero(*step(broken, broken, where))
 
 
 # Mistakes that the comparison must see -------------------------------------------------------------------------------
