@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import device_cases
+import device_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,6 +207,20 @@ def statistics(block_size: int | None, map_: str) -> float:
 
     found, right = way.compiled(way(of_each, same=True))({}, arguments), nj.batch_statistics(**arguments)
     return float(max(abs(x / y - 1) for x, y in zip(found, right, strict=True)))
+
+
+def step(name: str, way: list[Any]) -> dict[str, float]:
+    """A step of training inside of a map."""
+    way = Way(*way)
+
+    def inside(weights: Any, rows: Any) -> Any:
+        result = device_steps.on_each(name, way.axis, weights, *rows, **way.options())
+        return jax.tree.map(lambda x: x[None], result)
+
+    rows = jax.tree.map(jnp.asarray, (device_steps.ROWS, device_steps.queues(DEVICES)))
+    value, weights = jax.device_get(way.compiled(way(inside))(device_steps.WEIGHTS, rows))
+    right, expected = jax.device_get(device_steps.on_one(name))
+    return difference((value, {"weights": weights}), (right, {"weights": expected}))
 
 
 def rows_inside(name: str, way: list[Any]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from assertions import assert_close, assert_nan, assert_states, assert_zero
 from device_cases import BLOCK, CASES, SOME_CASES
+from device_steps import STEPS
 from inputs import X
 from test_cases import LATTICE_GRADIENT, LATTICE_LOSS
 
@@ -81,6 +82,14 @@ def test_gradient_of_own_rows_inside(name, map_, times, gather, eight_devices):
     assert found["value"] < 1e-9
     assert found["direction"] < 1e-9
     assert_close(found["length"] + 1, times)
+
+
+@each_gather
+@pytest.mark.parametrize("map_", ["checked", "unchecked", "vmap"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_training(name, map_, gather, eight_devices):
+    """A queue, a cached gradient, prefixes, rematerialisation, and steps in a loop, all inside of a map."""
+    assert_same(eight_devices("step", name, (map_, True, BLOCK, gather)))
 
 
 # Cases with their values ----------------------------------------------------------------------------------------------
