@@ -64,7 +64,7 @@ class Devices(NamedTuple):
         return result
 
     def summed(self, tree: Tree) -> Tree:
-        """Sums over all devices. One by one: JAX 0.7 cannot differentiate a sum of several of which some are constant."""
+        """Sums over all devices, each for itself: JAX 0.7 cannot differentiate several at once if some are constant."""
         if self.axis is None:
             return tree
         result: Tree = jax.tree.map(lambda x: _sum_over(x, self.axis), self._everywhere(tree))
