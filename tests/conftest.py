@@ -10,6 +10,14 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import contextlib
 import gc
 import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
     version = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
@@ -47,3 +55,48 @@ def x64():
     """Run the test in float64. Module wide: ``pytestmark = pytest.mark.usefixtures("x64")``."""
     with double_precision():
         yield
+
+
+class SimulatedDevices:
+    """A process with eight simulated devices that answers questions; see ``on_devices.py``."""
+
+    def __init__(self, errors: Any) -> None:
+        flags = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
+        self.errors = errors
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("on_devices.py")],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+    def __call__(self, function: str, *arguments: Any, seconds: float = 240) -> Any:
+        """What a function of ``on_devices.py`` returns."""
+        end = threading.Timer(seconds, self.process.kill)
+        end.start()
+        try:
+            self.process.stdin.write(json.dumps([function, arguments]) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            end.cancel()
+        if not answer:
+            self.errors.seek(0)
+            pytest.fail(f"no answer within {seconds} s, or the process ended: {self.errors.read()[-4000:]}")
+        answer = json.loads(answer)
+        if isinstance(answer, dict) and "error" in answer:
+            pytest.fail(answer["error"])
+        return answer
+
+
+@pytest.fixture(scope="module")
+def eight_devices() -> Iterator[SimulatedDevices]:
+    with tempfile.TemporaryFile("w+") as errors:
+        devices = SimulatedDevices(errors)
+        with devices.process:
+            yield devices
+            devices.process.stdin.close()

@@ -1,0 +1,272 @@
+"""The loss and the gradient of one batch are the same on any number of devices, whatever maps the loss over them."""
+
+import jax
+import numpy as np
+import pytest
+from assertions import assert_close, assert_nan, assert_states, assert_zero
+from device_cases import BLOCK, CASES, SOME_CASES
+from device_steps import STEPS
+from inputs import X
+from test_cases import LATTICE_GRADIENT, LATTICE_LOSS
+
+import ntxent_jax as nj
+
+GATHERS = ("all", "ring")
+# The maps of every case, chosen so that each is met inside and outside, in blocks and whole.
+IN_TURN = [
+    [("checked", False, BLOCK), ("unchecked", True, None)],
+    [("two axes", True, None), ("unchecked", False, BLOCK)],
+    [("checked", True, BLOCK), ("unchecked", False, None)],
+    [("two axes", False, None), ("unchecked", True, BLOCK)],
+]
+OTHERS = [
+    *[
+        (name, inside, block)
+        for name in ("checked", "unchecked")
+        for inside in (True, False)
+        for block in (None, BLOCK)
+    ],
+    *[("pmap", True, BLOCK), ("pmap", False, None), ("vmap", True, None), ("vmap", False, BLOCK)],
+]
+WAYS = dict(zip(CASES, (IN_TURN[i % 4] for i in range(len(CASES))), strict=True))
+CHECKED_OR_NOT = [(name, inside) for name in ("checked", "unchecked", "pmap", "vmap") for inside in (True, False)]
+
+each_gather = pytest.mark.parametrize("gather", GATHERS)
+
+
+def assert_same(found, tolerance=1e-9):
+    """The value, the direction and the length of a gradient; one of them alone misses a mistake or another."""
+    assert found["value"] < tolerance, f"value: {found}"
+    assert found["direction"] < tolerance, f"direction: {found}"
+    assert found["length"] < tolerance, f"length: {found}"
+
+
+def tolerance_of(name):
+    return {"float32": 1e-5, "bfloat16": 5e-3}.get(name.split()[-1], 1e-9)
+
+
+@each_gather
+@pytest.mark.parametrize("name", CASES)
+def test_same_as_one_device(name, gather, eight_devices):
+    ways = [(*way, gather) for way in WAYS[name]]
+    for found in eight_devices("compared", name, ways):
+        assert_same(found, tolerance_of(name))
+
+
+@each_gather
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in SOME_CASES for way in OTHERS if way not in WAYS[name]]
+)
+def test_every_map(name, way, gather, eight_devices):
+    assert_same(eight_devices("compared", name, [(*way, gather)])[0])
+
+
+@each_gather
+@pytest.mark.parametrize(("name", "inside"), [("ntxent", True), ("ntxent", False), ("info_nce", True), ("clip", False)])
+def test_copies_along_another_axis(name, inside, gather, eight_devices):
+    """Rows are split along one axis of a mesh; the devices along the other axis, say parts of a model, hold copies."""
+    assert_same(eight_devices("compared", name, [("one of two", inside, BLOCK, gather, 4)])[0])
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("checked", BLOCK), ("unchecked", None), ("pmap", None), ("vmap", 1)])
+def test_statistics(name, block_size, eight_devices):
+    assert eight_devices("statistics", block_size, name) < 1e-12
+
+
+@each_gather
+@pytest.mark.parametrize("name", ["ntxent", "info_nce keys", "clip"])
+@pytest.mark.parametrize(("map_", "times"), [("checked", 1), ("unchecked", 8), ("pmap", 8), ("vmap", 8)])
+def test_gradient_of_own_rows_inside(name, map_, times, gather, eight_devices):
+    """Nothing averages the gradient of rows: where the map does not check, each device's loss counts once more."""
+    found = eight_devices("rows_inside", name, (map_, True, BLOCK, gather))
+    assert found["value"] < 1e-9
+    assert found["direction"] < 1e-9
+    assert_close(found["length"] + 1, times)
+
+
+@each_gather
+@pytest.mark.parametrize("map_", ["checked", "unchecked", "vmap"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_training(name, map_, gather, eight_devices):
+    """A queue, a cached gradient, prefixes, rematerialisation, and steps in a loop, all inside of a map."""
+    assert_same(eight_devices("step", name, (map_, True, BLOCK, gather)))
+
+
+# Cases with their values ----------------------------------------------------------------------------------------------
+
+
+@each_gather
+@pytest.mark.parametrize(("map_", "inside"), CHECKED_OR_NOT)
+def test_cases_2_and_38_gradient_of_parameters(map_, inside, gather, eight_devices):
+    """Neither the number of devices times too large, nor too small; the positives are not those of the first device."""
+    value, gradient = eight_devices("fixed", "one way", (map_, inside, 1 if inside else None, gather, 4), True)
+    assert_states(value, LATTICE_LOSS)
+    assert_states(gradient, LATTICE_GRADIENT)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cosine", "length"), [("foreign keys", 0.9746, 1.0018), ("all keys", -0.3876, 1.925)]
+)
+@pytest.mark.parametrize(("map_", "inside"), [("checked", True), ("unchecked", True), ("vmap", False)])
+def test_case_3_keys_without_gradient_show(mistake, cosine, length, map_, inside, eight_devices):
+    """The value is right, and where only the keys of other devices have no gradient even its length nearly is."""
+    value, gradient = eight_devices("with_mistake", mistake, "fixed", "one way", (map_, inside, None, "all", 4), True)
+    wrong, right = np.ravel(gradient), np.ravel(LATTICE_GRADIENT)
+    lengths = np.linalg.norm(wrong), np.linalg.norm(right)
+    assert_states(value, LATTICE_LOSS)
+    assert_close(wrong @ right / np.prod(lengths), cosine, atol=5e-5)
+    assert_close(lengths[0] / lengths[1], length, atol=5e-4)
+
+
+@each_gather
+@pytest.mark.parametrize(
+    ("name", "devices", "right"),
+    [("one way", 4, 1.4508908949), ("two views", 4, 1.9462923238), ("hard negatives", 2, 0.4105006862)],
+)
+@pytest.mark.parametrize("map_", ["checked", "unchecked", "vmap"])
+def test_case_7_positions_of_positives(name, devices, right, map_, gather, eight_devices):
+    """Without the offset of a device its positives would be those of the first, or of the other view."""
+    value, _ = eight_devices("fixed", name, (map_, False, None, gather, devices), False)
+    assert_states(value, right)
+
+
+@each_gather
+@pytest.mark.parametrize("map_", ["checked", "vmap"])
+def test_case_22_two_batches_are_not_one(map_, gather, eight_devices):
+    """On four devices, too, the mean over two batches of four rows is another loss than one batch of eight."""
+    one, slope = eight_devices("fixed", "one way", (map_, False, None, gather, 4), False)
+    two, other = eight_devices("fixed", "halves", (map_, False, None, gather, 4), False)
+    assert_states(one, 1.4508908949)
+    assert_states(two, 0.8852267407)
+    slope, other = np.ravel(slope), np.ravel(other)
+    lengths = np.linalg.norm(slope), np.linalg.norm(other)
+    assert_close(slope @ other / np.prod(lengths), 0.8660, atol=5e-5)
+    assert_close(lengths[1] / lengths[0], 0.8475, atol=5e-5)
+
+
+# Batches without a loss -----------------------------------------------------------------------------------------------
+
+
+@each_gather
+@pytest.mark.parametrize("loss", ["ntxent", "info_nce_loss", "clip_loss", "siglip_loss"])
+def test_nothing_counts_and_nan_is_everywhere(loss, gather):
+    """Padding only: a loss of 0, and no gradient. NaN in a row of one device is NaN on all of them."""
+
+    def of_each(x, y, where):
+        second = np.zeros(2, int) if loss == "ntxent" else y
+        return getattr(nj, loss)(x, second, temperature=0.5, where=where, axis_name="batch", gather=gather)
+
+    step = jax.jit(jax.value_and_grad(lambda *args: jax.vmap(of_each, axis_name="batch")(*args).sum()))
+    rows, where = X.reshape(3, 2, 3), np.zeros((3, 2), bool)
+    assert_zero(*step(rows, rows, where))
+    broken = rows + np.where(np.arange(3) == 1, np.nan, 0)[:, None, None]
+    assert_nan(step(broken, rows, ~where)[0])
+    assert_zero(*step(broken, broken, where))
+
+
+# Mistakes that the comparison must see -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("ntxent", ("checked", False, BLOCK)),
+        ("two views none", ("unchecked", True, None)),
+        ("info_nce keys", ("checked", True, None)),
+        ("clip", ("unchecked", False, BLOCK)),
+    ],
+)
+def test_foreign_keys_without_gradient_are_seen(name, way, eight_devices):
+    (found,) = eight_devices("with_mistake", "foreign keys", "compared", name, [way])
+    assert found["value"] < 1e-9
+    with pytest.raises(AssertionError, match="direction"):
+        assert_same(found)
+
+
+@pytest.mark.parametrize(("name", "map_"), [("ntxent", "checked"), ("clip", "unchecked"), ("two views none", "vmap")])
+def test_gradients_summed_instead_of_averaged_are_seen(name, map_, eight_devices):
+    """Their direction is right, and so is the loss."""
+    (found,) = eight_devices("with_mistake", "sum", "compared", name, [(map_, True, None)])
+    assert_close(found["length"] + 1, 8)
+    with pytest.raises(AssertionError, match="length"):
+        assert_same(found)
+
+
+@pytest.mark.parametrize("name", ["ntxent", "clip"])
+def test_gradients_not_averaged_are_seen(name, eight_devices):
+    (found,) = eight_devices("with_mistake", "own", "compared", name, [("unchecked", True, None)])
+    assert found["value"] < 1e-9
+    with pytest.raises(AssertionError, match="direction"):
+        assert_same(found)
+
+
+@pytest.mark.parametrize(("name", "map_"), [("ntxent", "unchecked"), ("clip", "checked"), ("info_nce keys", "vmap")])
+def test_a_loss_times_the_number_of_devices_is_seen(name, map_, eight_devices):
+    (found,) = eight_devices("with_mistake", "count", "compared", name, [(map_, False, None)])
+    assert_close(found["value"] + 1, 8)
+    with pytest.raises(AssertionError, match="value"):
+        assert_same(found)
+
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+LOSSES = {
+    "ntxent": lambda **options: nj.ntxent(X, np.arange(6), **options),
+    "ntxent_views": lambda **options: nj.ntxent_views(X, X, **options),
+    "supcon_loss": lambda **options: nj.supcon_loss(X, np.arange(6), **options),
+    "instance_loss": lambda **options: nj.instance_loss(X, X, **options),
+    "info_nce_loss": lambda **options: nj.info_nce_loss(X, X, **options),
+    "multiple_negatives_ranking_loss": lambda **options: nj.multiple_negatives_ranking_loss(X, X, **options),
+    "clip_loss": lambda **options: nj.clip_loss(X, X, **options),
+    "siglip_loss": lambda **options: nj.siglip_loss(X, X, **options),
+}
+each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+
+
+@each_loss
+@pytest.mark.parametrize("axis_name", ["batch", ("host", "chip")])
+def test_axis_name_must_be_an_axis(loss, axis_name):
+    with pytest.raises(ValueError, match=r"axis_name=.* is not an axis here; call the loss inside jax\.shard_map"):
+        loss(axis_name=axis_name)
+    with pytest.raises(ValueError, match=r"axis_name=.* is not an axis here"):
+        jax.jit(lambda: loss(axis_name=axis_name))()
+
+
+def test_statistics_need_an_axis():
+    with pytest.raises(ValueError, match="axis_name='batch' is not an axis here"):
+        nj.batch_statistics(X, np.arange(6), axis_name="batch")
+
+
+@each_loss
+def test_ring_needs_an_axis(loss):
+    with pytest.raises(ValueError, match="gather='ring' given without axis_name"):
+        loss(gather="ring")
+
+
+@each_loss
+def test_unknown_gather(loss):
+    with pytest.raises(ValueError, match=r"gather.*half"):
+        loss(gather="half")
+
+
+def test_pairs_are_those_of_all_devices():
+    """One device's queries, and the keys of all: local pairs would be a square."""
+
+    def loss(queries, keys, pair_where):
+        return nj.info_nce_loss(queries, keys, pair_where=pair_where, axis_name="batch")
+
+    rows = X.reshape(3, 2, 3)
+    step = jax.vmap(loss, axis_name="batch")
+    assert step(rows, rows, np.ones((3, 2, 6), bool)).shape == (3,)
+    with pytest.raises(ValueError, match=r"pair_where must have shape \[2, 6\].*got \[2, 2\]"):
+        step(rows, rows, np.ones((3, 2, 2), bool))
+
+
+def test_per_item_arguments_are_local():
+    rows, labels = X.reshape(3, 2, 3), np.zeros((3, 2), int)
+    step = jax.vmap(
+        lambda x, y, w: nj.ntxent(x, y, weights=w, axis_name="batch"), axis_name="batch", in_axes=(0, 0, None)
+    )
+    with pytest.raises(ValueError, match=r"weights must have shape \[2\].*got \[6\]"):
+        step(rows, labels, np.ones(6))

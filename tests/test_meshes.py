@@ -1,0 +1,52 @@
+"""Plain ``jax.jit`` of a batch that lies on the devices of a mesh, and what a program needs on each device."""
+
+import pytest
+from device_cases import BLOCK, CASES
+from test_devices import GATHERS, assert_same, tolerance_of
+
+SOME_CASES = ("ntxent", "two views none", "info_nce keys", "clip")
+# Of the cases those that differ in the arrays that come in, or in how they meet.
+EXPLICIT = [name for name in CASES if not name.endswith(("mean", "sum", "in", "cold", "smoothed", "float32", "harder"))]
+WAYS = [
+    (name, kind, block_size, how)
+    for name in SOME_CASES
+    for kind, block_size, how in [
+        ("Auto", BLOCK, "jit"),
+        ("Auto", None, "mesh set"),
+        ("Explicit", None, "mesh set"),
+        ("Explicit", BLOCK, "no jit"),
+    ]
+]
+PROGRAMS = ("labels", "views", "clip", "queries")
+KINDS = [*(("axis_name", gather) for gather in GATHERS), ("Auto", "all"), ("Explicit", "all")]
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicit_axes(name, eight_devices):
+    """The default of ``jax.make_mesh``: types of arrays say how they are split, and most operations would object."""
+    block_size = (None, BLOCK)[EXPLICIT.index(name) % 2]
+    assert_same(eight_devices("on_mesh", name, "Explicit", block_size, "jit"), tolerance_of(name))
+
+
+@pytest.mark.parametrize(("name", "kind", "block_size", "how"), WAYS)
+def test_every_way(name, kind, block_size, how, eight_devices):
+    assert_same(eight_devices("on_mesh", name, kind, block_size, how))
+
+
+@pytest.mark.parametrize(("kind", "gather"), KINDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_of_a_large_batch(name, kind, gather, eight_devices):
+    """16,384 rows on eight devices; all scores would take 134 MB on each. No device sends more than rows."""
+    n, d = 16384, 128
+    rows = n // 2 if name in ("views", "clip") else n
+    found = eight_devices("program", name, kind, gather, 8, rows, d, None)
+    assert found["bytes"] < 80e6
+    assert found["exchanged"] <= 2 * n * d
+
+
+@pytest.mark.parametrize(("kind", "gather"), KINDS[:-1])
+@pytest.mark.parametrize("name", ["labels", "clip", "queries"])
+def test_memory_and_work_fall_with_the_number_of_devices(name, kind, gather, eight_devices):
+    two, eight = (eight_devices("program", name, kind, gather, devices, 4096, 32, 8) for devices in (2, 8))
+    assert eight["bytes"] < two["bytes"] / 2
+    assert eight["operations"] < two["operations"] / 3
