@@ -156,8 +156,8 @@ def ready(batch: Batch, similarity: Similarity, devices: Devices = ALONE) -> tup
     Of several devices the candidates of all are gathered, unless they stand in a ring.
     """
     dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
-    ones = jnp.ones_like(batch.anchors, dtype=dtype, shape=items)
-    where = ones != 0 if batch.members.where is None else batch.members.where
+    real, ones = (jnp.ones_like(batch.anchors, dtype=kind, shape=items) for kind in (jnp.bool_, dtype))
+    where = real if batch.members.where is None else batch.members.where
     weights = jnp.where(where, ones if batch.weights is None else batch.weights.astype(dtype), 0)
     temperature = jnp.where(where, batch.temperature.astype(dtype), 1)
     temperature = jnp.where(temperature > 0, temperature, jnp.nan)

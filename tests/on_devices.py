@@ -345,7 +345,17 @@ def _count_averaged(right: Any) -> Any:
     return summed
 
 
+def _passed_on(steps_of: Any) -> Any:
+    def wrong(right: Any) -> Any:
+        return lambda self, tree, steps=1: right(self, tree, steps_of(steps))
+
+    return wrong
+
+
 MISTAKES = {
+    # What is added up for visitors stays where they were last; or some devices never meet.
+    "never home": (Devices, "passed_on", _passed_on(lambda steps: max(steps, 0))),
+    "wrong neighbour": (Devices, "passed_on", _passed_on(lambda steps: 2 * steps)),
     # The rows of other devices get no gradient, or no gathered row does.
     "foreign keys": (lax, "all_gather", functools.partial(_all_gather_without_gradient, False)),
     "all keys": (lax, "all_gather", functools.partial(_all_gather_without_gradient, True)),
