@@ -84,11 +84,10 @@ def assert_as_on_one_device(text: str, steps: int) -> None:
     assert float(shared) < float(whole), text
 
 
-@pytest.mark.parametrize("gather", ["all", "ring"])
-def test_multi_device_with_small_settings(gather: str) -> None:
-    settings = ["--devices", "4", "--steps", "2", "--batch-size", "32", "--gather", gather]
+def test_multi_device_with_small_settings() -> None:
+    settings = ["--devices", "4", "--steps", "2", "--batch-size", "32", "--gather", "ring"]
     text = run(ROOT / "examples/multi_device.py", *settings)
-    assert text.startswith(f'4 devices (cpu) in 1 process(es), 8 of 32 images on each, gather="{gather}"')
+    assert text.startswith('4 devices (cpu) in 1 process(es), 8 of 32 images on each, gather="ring"')
     assert_as_on_one_device(text, 2)
 
 
