@@ -41,7 +41,8 @@ def floating(name: str, x: ArrayLike) -> jax.Array:
     """``x`` as a floating array of any shape."""
     result = array(name, x)
     if not jnp.issubdtype(result.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating, got {result.dtype}; convert it with .astype(jnp.float32)")
+        doubt = "; or are these labels or ids?" if jnp.issubdtype(result.dtype, jnp.integer) else ""
+        raise TypeError(f"{name} must be floating, got {result.dtype}; convert it with .astype(jnp.float32){doubt}")
     return result
 
 
@@ -193,6 +194,10 @@ def integers(name: str, x: ArrayLike, shape: Shape) -> jax.Array:
     result = array(name, x)
     if result.size == 0:
         result = result.astype(jnp.int32)  # An empty list has no dtype of its own.
+    if result.ndim == len(shape) + 1:
+        cure = f"{name}[..., 0]" if result.shape[-1] == 1 else f"{name}.argmax(-1) of one-hot rows"
+        came = f"{name} must have shape {list(shape)}, one entry per row, got {list(result.shape)}"
+        raise ValueError(f"{came}; pass {cure}")
     if not (jnp.issubdtype(result.dtype, jnp.integer) or result.dtype == jnp.bool_):
         raise TypeError(
             f"{name} must be integers, got {result.dtype}; turn other values into integers with "

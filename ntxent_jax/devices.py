@@ -97,7 +97,9 @@ def devices_along(axis_name: AxisName | None, gather: Gather = "all") -> Devices
     checks.choice("gather", gather, ("all", "ring"))
     if axis_name is None:
         if gather != "all":
-            raise ValueError(f"gather={gather!r} given without axis_name; on one device there is nothing to gather")
+            raise ValueError(
+                f"gather={gather!r} given without axis_name; pass axis_name inside jax.shard_map, or leave gather out"
+            )
         return ALONE
     axis = axis_name if isinstance(axis_name, str) else tuple(axis_name)
     try:

@@ -199,6 +199,8 @@ def test_labels(loss):
     refused(lambda: loss(labels=IDS * 1.0), TypeError, "labels must be integers, got float", cure)
     refused(lambda: loss(labels=list("abcdefg")), TypeError, "labels must hold numbers, got <U1; turn strings", cure)
     refused(lambda: loss(labels=np.array([b"a"] * N)), TypeError, "labels must hold numbers, got |S1", cure)
+    refused(lambda: loss(labels=np.eye(N, 3)), ValueError, "got [7, 3]", "labels.argmax(-1) of one-hot rows")
+    refused(lambda: loss(labels=IDS[:, None]), ValueError, "got [7, 1]", "pass labels[..., 0]")
     hashes = np.arange(N, dtype=np.int64) + 2**40
     for values in (hashes, hashes.tolist(), -hashes, hashes.astype(np.uint64)):
         refused(
