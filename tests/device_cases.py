@@ -167,9 +167,6 @@ CASES["clip float32"] = CASES["clip"]
 CASES["info_nce bfloat16"] = CASES["info_nce keys"]
 CASES["two views bfloat16"] = CASES["two views"]
 
-# One of each way in which a loss meets its candidates; they are taken through everything.
-SOME_CASES = ("ntxent", "two views none", "info_nce keys", "clip")
-
 
 def dtype_of(name: str) -> Any:
     return {"float32": jnp.float32, "bfloat16": jnp.bfloat16}.get(name.split()[-1], jnp.float64)

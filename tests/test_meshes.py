@@ -33,7 +33,7 @@ def test_every_way(name, kind, block_size, how, eight_devices):
     assert_same(eight_devices("on_mesh", name, kind, block_size, how))
 
 
-@pytest.mark.parametrize(("kind", "gather"), KINDS)
+@pytest.mark.parametrize(("kind", "gather"), KINDS[:-1])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_memory_of_a_large_batch(name, kind, gather, eight_devices):
     """16,384 rows on eight devices; all scores would take 134 MB on each. No device sends more than rows."""
