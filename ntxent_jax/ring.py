@@ -152,9 +152,8 @@ def _with_gradient(
     value, pull_back, number = jax.vjp(finish, numbers, known.pairs, own, others, has_aux=True)
     by_numbers, by_pairs, by_own, by_others = pull_back(jnp.ones_like(value))
     by_terms = None if by_pairs is None else by_pairs.total
-    if (
-        known.slope is not None and by_terms is not None
-    ):  # Such terms depend on the negatives, each anchor's on its own.
+    # Terms of form `pair` depend on the negatives, each anchor's on its own.
+    if known.slope is not None and by_terms is not None:
         by_numbers = _plus(by_numbers, jax.vjp(log_sum, numbers)[1](by_terms * known.slope)[0])
     visit = partial(_gradient_at_visit, moving=moving, options=options)
     rows = (by_numbers, by_terms), levels, negatives

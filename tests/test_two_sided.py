@@ -226,8 +226,8 @@ print(json.dumps(found))
 """
 
 
-def test_tiles_lie_on_all_devices():
-    """With rows on eight devices under plain jit each device holds an eighth of a tile, and the result is the same."""
+def test_blocks_lie_on_all_devices():
+    """With rows on eight devices under plain jit each device holds an eighth of a block, and the result is the same."""
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
