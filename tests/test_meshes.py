@@ -1,5 +1,6 @@
 """Plain ``jax.jit`` of a batch that lies on the devices of a mesh, and what a program needs on each device."""
 
+import jax
 import pytest
 from device_cases import BLOCK, CASES
 from test_devices import GATHERS, assert_same, tolerance_of
@@ -30,6 +31,8 @@ def test_explicit_axes(name, eight_devices):
 
 @pytest.mark.parametrize(("name", "kind", "block_size", "how"), WAYS)
 def test_every_way(name, kind, block_size, how, eight_devices):
+    if how == "no jit" and jax.__version_info__ < (0, 8, 2):
+        pytest.skip("JAX itself fails there: what it keeps for the gradient has the type of another mesh")
     assert_same(eight_devices("on_mesh", name, kind, block_size, how))
 
 
