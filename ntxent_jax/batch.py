@@ -1,16 +1,16 @@
 """A batch: the arrays of a loss as the user gave them, and made ready to be compared block by block."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ntxent_jax.devices import ALONE, Devices
-from ntxent_jax.formulas import Extras
+from ntxent_jax.formulas import Extras, Only
 from ntxent_jax.numerics import Level, compute_dtype
-from ntxent_jax.pairs import Members
-from ntxent_jax.similarities import Rows, Similarity, prepare
+from ntxent_jax.pairs import Members, Place
+from ntxent_jax.similarities import Rows, Similarity, compare_each, is_builtin, prepare
 
 
 class OwnCandidates(NamedTuple):
@@ -90,6 +90,11 @@ class Batch(NamedTuple):
         return self.anchors.shape[0] // max(self.members.label.shape[0], 1)
 
     @property
+    def plain(self) -> bool:
+        """Whether scores are similarities to candidates that all anchors share, and nothing else."""
+        return self.bias is None and self.own is None and self.filter is None and self.hardness is None
+
+    @property
     def row_members(self) -> Members:
         """Labels and flags of the anchors, an item's for each of its views, and their ids."""
         of_rows: Members = jax.tree.map(lambda x: jnp.repeat(x, self.views), self.members._replace(id=None))
@@ -110,6 +115,8 @@ class Anchors(NamedTuple):
         own: As in :class:`Batch`.
         guide: Rows of a guide model, prepared, or None.
         right: Similarity to the positive that decides over negatives, shape ``[n]``. None: it is among those at hand.
+        only: The positive of each, if it can have but one, and its score is a similarity that is known. None: it is to
+            be looked for among the candidates.
     """
 
     rows: Rows
@@ -122,6 +129,7 @@ class Anchors(NamedTuple):
     own: OwnCandidates | None
     guide: Rows | None
     right: jax.Array | None = None
+    only: Only | None = None
 
 
 class Candidates(NamedTuple):
@@ -150,10 +158,13 @@ class Candidates(NamedTuple):
     level: Level | None = None
 
 
-def ready(batch: Batch, similarity: Similarity, devices: Devices = ALONE) -> tuple[Anchors, Candidates]:
+def ready(
+    batch: Batch, similarity: Similarity, devices: Devices = ALONE, only: Place | Literal["somewhere"] | None = None
+) -> tuple[Anchors, Candidates]:
     """Fill in the defaults, hide the padding, and do once per row what can be done once.
 
-    Of several devices the candidates of all are gathered, unless they stand in a ring.
+    Of several devices the candidates of all are gathered, unless they stand in a ring. An anchor's only positive, if
+    its place is known, stands on the same device.
     """
     dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
     real, ones = (jnp.ones_like(batch.anchors, dtype=kind, shape=items) for kind in (jnp.bool_, dtype))
@@ -171,15 +182,27 @@ def ready(batch: Batch, similarity: Similarity, devices: Devices = ALONE) -> tup
         candidates = _visible(batch.candidates, candidate_members.where)
     own = batch.own and batch.own._replace(rows=_visible(batch.own.rows, batch.own.where))
     anchor_rows, candidate_rows = prepare(similarity, rows, candidates, devices)
+    positive = None
+    if isinstance(only, Place) and batch.plain and is_builtin(similarity):
+        positive = _only(only, similarity, anchor_rows, candidate_rows, candidate_members.where)
     guide, of_candidates, guided = _ready_guides(batch.filter, similarity, where, candidate_members, devices)
     margin = None if batch.filter is None else batch.filter.margin.astype(dtype)
     bias, hardness, extras = jax.tree.map(lambda x: x.astype(dtype), (batch.bias, batch.hardness, batch.extras))
     plain = rows if own else None
     gathered = devices.gathered((candidate_rows, candidate_members, bias, of_candidates, guided))
     return (
-        Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guide),
+        Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guide, only=positive),
         Candidates(*gathered, margin, hardness, extras),
     )
+
+
+def _only(place: Place, similarity: Similarity, anchors: Rows, candidates: Rows, real: jax.Array | None) -> Only:
+    real = (
+        jnp.ones_like(candidates.values, dtype=jnp.bool_, shape=candidates.values.shape[:1]) if real is None else real
+    )
+    first, second = (jax.tree.map(lambda x, y, i=i: place.couples(x, y)[i], anchors, candidates) for i in (0, 1))
+    score, exists = compare_each(similarity, first, second), place.couples(anchors.values, real)[1]
+    return Only(jnp.repeat(score, place.times), jnp.repeat(exists, place.times))
 
 
 def _ready_guides(

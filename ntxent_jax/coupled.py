@@ -1,19 +1,21 @@
 """Losses in which rows choose among each other, run on tiles that serve both of their sides."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ntxent_jax.batch import Anchors, Batch, Candidates
-from ntxent_jax.engine import rows_per_block, sum_over_rows
+from ntxent_jax.batch import Anchors, Batch, Candidates, ready
+from ntxent_jax.devices import Devices
+from ntxent_jax.engine import length, rows_per_block, sum_of_either, sum_over_rows
 from ntxent_jax.formulas import Extras, Negatives, Only, Positives, Sums, Terms, pair_terms, terms_of
 from ntxent_jax.numerics import level_of, log_of_sum, masked_exp
-from ntxent_jax.pairs import Members, PairMasks, only_negatives
+from ntxent_jax.pairs import Members, PairMasks, at_most_two_alike, only_negatives
 from ntxent_jax.ring import ring_sum
-from ntxent_jax.scores import Options, anchor_sum, matmul_precision, weighted
-from ntxent_jax.similarities import Rows, compare, compare_each, has_range, score_range
+from ntxent_jax.scores import Options, anchor_sum, weighted
+from ntxent_jax.similarities import Rows, compare, has_range, score_range
 from ntxent_jax.two_sided import (
     Inputs,
     Layout,
@@ -22,6 +24,7 @@ from ntxent_jax.two_sided import (
     Steps,
     added_up,
     among_themselves,
+    at_once,
     between,
     in_order,
     in_strides,
@@ -29,10 +32,12 @@ from ntxent_jax.two_sided import (
     sum_both_ways,
 )
 
-# Rows and entries of a tile. Smaller ones make small, slow matrix products; larger ones leave the caches, and more of
-# them can hold positives. Powers of two are slow, their rows fall on the same lines of a cache: at 8,192 rows of 128
-# features 240 x 2,185 took 117 ms, 256 x 2,048 took 161, best and worst of 64 to 1,024 rows and half to four million.
-_ROWS, _ENTRIES = 240, 1 << 19
+# Rows of a tile, and how many such blocks are its columns. Smaller tiles make small, slow matrix products, larger
+# ones leave the caches. Tiles that hold positives cost more, so labels ask for few columns around the diagonal. With
+# 8,192 rows of 128 features 357 x 1,428 took 117 ms, others of 235 to 1,171 rows 119 to 154; with labels 482 x 482
+# took 162 ms, others 194 to 254.
+_SHAPE, _SHAPE_BY_LABEL = (360, 4), (480, 1)
+_ENTRIES = 1 << 19  # Of a tile whose rows are the user's choice.
 
 
 class Met(NamedTuple):
@@ -62,53 +67,82 @@ class Rest(NamedTuple):
 def is_coupled(batch: Batch, options: Options) -> bool:
     """Whether the loss is run here: each pair counts in the same way for both rows, at one temperature.
 
-    Not where a jitted program may be split over devices, each of which would have to see most of every tile's columns.
+    Not where a jitted program may be split over devices, each of which would have to see most of every tile's columns,
+    unless all pairs are looked at as a whole.
     """
     devices = options.devices
-    if not devices.ring and (devices.axis is not None or jax.device_count() > 1):
+    split = devices.axis is not None or (jax.device_count() > 1 and not _is_whole(batch, options))
+    if options.reduction == "none" or batch.anchors.shape[0] == 0 or (split and not devices.ring):
         return False
     one_sided = (batch.bias, batch.pair_where, batch.own, batch.filter, batch.hardness, batch.extras.class_prior)
     bounded = has_range(options.similarity)
     return bounded and batch.temperature.ndim == 0 and all(option is None for option in one_sided)
 
 
-def coupled_sum(
-    batch: Batch, anchors: Anchors, candidates: Candidates, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """Sum of the weighted terms of a streamed loss, and the number that each anchor adds to the count.
+def _is_whole(batch: Batch, options: Options) -> bool:
+    n = batch.anchors.shape[0]
+    return not options.devices.ring and rows_per_block(n, n, options.block_size) == n
 
-    Of anchors among themselves, or, given candidates, the mean of both directions.
+
+def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Sum of the weighted terms of a loss, and what each anchor adds to the count.
+
+    Of anchors among themselves, or, given candidates, the mean of both directions; on one tile or on many.
     """
-    options = options._replace(precision=matmul_precision(options.precision, batch.anchors))
-    n, sets = anchors.where.shape[0], 1 if batch.candidates is None else 2
+    n, sets, whole = batch.anchors.shape[0], 1 if batch.candidates is None else 2, _is_whole(batch, options)
+    block, most = (n, 1) if whole else _cut(n, sets, options)
+    anchors, candidates = ready(batch, options.similarity, options.devices, options.only)
     both = (anchors.rows, anchors.members), (candidates.rows, candidates.members)
     rows = tuple(Met(x, members._replace(where=anchors.where)) for x, members in both[:sets])
     temperature = jnp.where(batch.temperature > 0, batch.temperature, jnp.nan).astype(anchors.weights.dtype)
     level = level_of(*score_range(options.similarity, anchors.rows, candidates.rows, options.devices), temperature)
     numbers = Numbers(temperature, level.middle)
-    only = None if options.only is None else _only(anchors, candidates, sets, options)
-    weights, where = (jnp.tile(x, sets) for x in (anchors.weights / sets, anchors.where))
+    weights, where, only = jax.tree.map(
+        lambda x: jnp.tile(x, sets), (anchors.weights / sets, anchors.where, anchors.only)
+    )
     inputs = Inputs(rows, numbers, Rest(numbers, weights, where, only, candidates.extras))
-    block = rows_per_block(n, n, options.block_size or _ROWS)
-    blocks, most, devices = -(-n // block), max(1, _ENTRIES // block**2), options.devices
-    if devices.ring:
-        meet: Meet = partial(passed_around, sets=sets, most=most, devices=devices)
+    run = partial(_sum, block=block, meet=_meet(-(-n // block), sets, most, options.devices, whole))
+    if whole and options.only is None:
+        # Several positives of a row ask for more work on all pairs. With two rows of each label there are none.
+        one, several = (partial(run, options=options._replace(only=only)) for only in ("somewhere", None))
+        total, number = sum_of_either(at_most_two_alike(anchors.members.label), one, several, (level.moderate, inputs))
     else:
-        meet = partial(added_up, schedule=among_themselves(blocks, most) if sets == 1 else between(blocks, most))
-    steps = _steps(options, batch.extras.label_smoothing is not None)
-    layout = partial(_layout, block=block, by_label=options.only is None)
-    otherwise = partial(_row_by_row, options=options)
-    total, numbers_of_rows = sum_both_ways(steps, otherwise, layout, meet, level.moderate, inputs)
-    return total, numbers_of_rows[:n]
+        total, number = run((level.moderate, inputs), options=options)
+    return total, anchors.weights * number[:n]
 
 
-def _only(anchors: Anchors, candidates: Candidates, sets: int, options: Options) -> Only:
-    """The one positive of every row, found without a look at all pairs."""
-    if sets == 2:
-        score, exists = compare_each(options.similarity, anchors.rows, candidates.rows), anchors.where
-        return Only(jnp.tile(score, 2), jnp.tile(exists, 2))
-    first, second = (jax.tree.map(lambda x, i=i: x[i::2], anchors.rows) for i in (0, 1))
-    return Only(jnp.repeat(compare_each(options.similarity, first, second), 2), anchors.where)
+def _sum(inputs: tuple[jax.Array, Inputs], *, block: int, meet: Meet, options: Options) -> tuple[jax.Array, jax.Array]:
+    several, whole = options.only is None, length(inputs[1].rows[0]) == block
+    steps = Steps(
+        partial(_sums_of_tile, options=options, smoothed=inputs[1].rest.extras.label_smoothing is not None),
+        partial(_terms_of_tile, options=options) if several and options.form == "pair" else None,
+        several if whole or not several else _may_hold_positives,
+        partial(_finish, options=options),
+    )
+    layout = partial(_layout, block=block, by_label=several and not whole)
+    return sum_both_ways(steps, partial(_row_by_row, options=options), layout, meet, *inputs)
+
+
+def _meet(blocks: int, sets: int, most: int, devices: Devices, whole: bool) -> Meet:
+    """How blocks of each set of rows meet."""
+    if whole:
+        return partial(at_once, sets=sets)
+    if devices.ring:
+        return partial(passed_around, sets=sets, most=most, devices=devices)
+    return partial(added_up, schedule=among_themselves(blocks, most) if sets == 1 else between(blocks, most))
+
+
+def _cut(n: int, sets: int, options: Options) -> tuple[int, int]:
+    """Rows of a tile and its blocks of columns at most, such that the last tiles are as full as the others."""
+    if options.block_size is not None:
+        block = rows_per_block(n, n, options.block_size)
+        return block, max(1, _ENTRIES // block**2)
+    rows, width = _SHAPE_BY_LABEL if options.only is None else _SHAPE
+    met = n / rows / (2 if sets == 1 else 1)  # Blocks that each block meets.
+    parts = max(1, round(met / width))
+    width = min(width, math.ceil(met / parts))
+    blocks = parts * width if sets == 2 else 2 * parts * width - 1
+    return -(-n // blocks), width
 
 
 def _layout(rows: tuple[Met, ...], *, block: int, by_label: bool) -> Layout:
@@ -116,15 +150,6 @@ def _layout(rows: tuple[Met, ...], *, block: int, by_label: bool) -> Layout:
     if by_label:
         return in_order(jnp.argsort(rows[0].members.label), block)
     return in_strides(rows[0].members.label.shape[0], block, len(rows))
-
-
-def _steps(options: Options, smoothed: bool) -> Steps:
-    return Steps(
-        partial(_sums_of_tile, options=options, smoothed=smoothed),
-        partial(_terms_of_tile, options=options) if options.only is None and options.form == "pair" else None,
-        None if options.only is not None else _may_hold_positives,
-        partial(_finish, options=options),
-    )
 
 
 def _may_hold_positives(part: Part) -> jax.Array:
@@ -156,7 +181,9 @@ def _sums_of_tile(
     entries = [masked_exp(logits, masks.negative)]
     if smoothed:
         entries += [masks.negative.astype(scores.dtype), jnp.where(masks.negative, scores, 0)]
-    if options.only is None and options.form != "pair":
+    if options.only == "somewhere":
+        entries += [jnp.where(masks.positive, scores, 0), masks.positive.astype(scores.dtype)]
+    elif options.only is None and options.form != "pair":
         below = jnp.where(masks.positive, numbers.middle - scores, 0)
         several = [masked_exp(logits, masks.positive), masks.positive.astype(scores.dtype), below]
         entries += several if positives else [jnp.zeros_like(scores[:1, :1])] * 3
@@ -191,13 +218,14 @@ def _finish(
     shape, form = sums[0].shape, options.form
     temperature, middle = (jnp.broadcast_to(x, shape) for x in rest.numbers)
     negatives, positives = log_of_sum(middle, sums[0]), None
-    if rest.only is not None:
-        known = Negatives(negatives, *(sums[1:] or (sums[0], sums[0])))
+    only = Only(sums[-2], sums[-1] > 0) if options.only == "somewhere" else rest.only
+    if only is not None:
+        known = Negatives(negatives, *(sums[1:] if rest.extras.label_smoothing is not None else (sums[0], sums[0])))
     else:
         known = Negatives(negatives, sums[0], sums[0])
         positives = None if terms is not None else Positives(log_of_sum(middle, sums[1]), sums[2], sums[3])
     pairs = None if terms is None else Terms(*terms)
-    result = terms_of(Sums(known, positives, rest.only), pairs, temperature, -1 / temperature, form, rest.extras)
+    result = terms_of(Sums(known, positives, only), pairs, temperature, -1 / temperature, form, rest.extras)
     result = weighted(result, rest.weights, rest.where, options.reduction)
     return jnp.sum(result.total), result.number
 
@@ -206,10 +234,11 @@ def _row_by_row(inputs: Inputs, *, options: Options) -> tuple[jax.Array, jax.Arr
     """The same loss for scores of any size: every row against its candidates, one direction after the other."""
     rows, numbers, rest = inputs
     total, counts = jnp.zeros_like(numbers.temperature), list[jax.Array]()
-    for own, others, weights in zip(rows, reversed(rows), jnp.split(rest.weights, len(rows)), strict=True):
-        where, n = own.members.where, weights.shape[0]
-        temperature = jnp.broadcast_to(numbers.temperature, (n,))
-        anchors = Anchors(own.rows, own.members, where, temperature, weights, None, None, None, None)
+    n = length(rows[0])
+    for i, (own, others) in enumerate(zip(rows, reversed(rows), strict=True)):
+        where, temperature = own.members.where, jnp.broadcast_to(numbers.temperature, (n,))
+        weights, only = jax.tree.map(lambda x, i=i: x[i * n : (i + 1) * n], (rest.weights, rest.only))
+        anchors = Anchors(own.rows, own.members, where, temperature, weights, None, None, None, None, only=only)
         candidates = Candidates(others.rows, others.members, None, None, None, None, None, rest.extras)
         with jax.default_matmul_precision(options.precision):
             if options.devices.ring:

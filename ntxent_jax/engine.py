@@ -26,15 +26,16 @@ Moving = list[list[bool]]
 SumFunction = Callable[..., tuple[jax.Array, Tree]]
 MapFunction = Callable[..., Tree]
 
-# Scores held at once when the user gives no block size: a few megabytes, so that a block's passes stay in cache.
-_SCORES = 3 << 19
+# Scores held at once when the user gives no block size: a few megabytes, so that a block's passes stay in cache. Few
+# more than that are faster without blocks.
+_SCORES, _ALL_SCORES = 3 << 19, 3 << 20
 
 
 def rows_per_block(n: int, m: int, block_size: int | None) -> int:
     """Number of anchors visited at once: at most the user's, in blocks of nearly equal size."""
-    if n == 0:
-        return 0
-    most = max(1, _SCORES // max(m, 1)) if block_size is None else block_size
+    if n == 0 or (block_size is None and n * m <= _ALL_SCORES):
+        return n
+    most = max(1, _SCORES // m) if block_size is None else block_size
     number_of_blocks = -(-n // most)
     return -(-n // number_of_blocks)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ntxent_jax.numerics import Level, LogSum, divide_scores, log_of_sum, masked_log_sum, softplus
+from ntxent_jax.numerics import Factors, Level, LogSum, divide_scores, log_of_sum, masked_log_sum, softplus
 from ntxent_jax.pairs import PairMasks
 
 Form = Literal["pair", "all", "negatives", "in", "sigmoid"]
@@ -67,6 +67,7 @@ class Tile(NamedTuple):
         lowest: Logit of a cosine of -1, shape ``[n]``.
         only: The positive of each anchor, if it can have but one and that is known; else None.
         level: Of the scores, or None.
+        factors: Of the scores, or None.
     """
 
     scores: jax.Array
@@ -75,6 +76,7 @@ class Tile(NamedTuple):
     lowest: jax.Array
     only: Only | None = None
     level: Level | None = None
+    factors: Factors | None = None
 
 
 class Extras(NamedTuple):
@@ -147,8 +149,8 @@ def row_terms(tile: Tile, form: Form, one_positive: bool, extras: Extras) -> Ter
 
 def sums_of(tile: Tile, form: Form, one_positive: bool) -> Sums:
     """What the candidates of a tile add up to."""
-    scores, masks, temperature, _, only, level = tile
-    negatives = negatives_of(scores, masks.negative, temperature, level=level)
+    scores, masks, temperature, _, only, level, factors = tile
+    negatives = negatives_of(scores, masks.negative, temperature, level=level, factors=factors)
     if one_positive:
         return Sums(negatives, only=only or only_positive(scores, masks.positive))
     return Sums(negatives, None if form == "pair" else positives_of(scores, masks.positive, temperature, level))
@@ -226,10 +228,15 @@ def several_terms(positives: Positives, negatives: LogSum, temperature: jax.Arra
 
 
 def negatives_of(
-    scores: jax.Array, mask: jax.Array, temperature: jax.Array, axis: int = 1, level: Level | None = None
+    scores: jax.Array,
+    mask: jax.Array,
+    temperature: jax.Array,
+    axis: int = 1,
+    level: Level | None = None,
+    factors: Factors | None = None,
 ) -> Negatives:
     """What anchors need to know of their negatives, which lie along an axis of ``[n, m]``."""
-    log_sum = masked_log_sum(scores, mask, temperature, axis, level)
+    log_sum = masked_log_sum(scores, mask, temperature, axis, level, factors)
     return Negatives(log_sum, number_of(mask, scores.dtype, axis), jnp.sum(jnp.where(mask, scores, 0), axis))
 
 
@@ -247,7 +254,7 @@ def only_positive(scores: jax.Array, mask: jax.Array, axis: int = 1) -> Only:
 
 def number_of(mask: jax.Array, dtype: jnp.dtype, axis: int = 1) -> jax.Array:
     """How many entries along an axis of ``[n, m]`` are True, as floating numbers."""
-    return jnp.sum(mask, axis, dtype=dtype)
+    return jnp.sum(mask, axis, dtype=jnp.int32).astype(dtype)
 
 
 def added(x: Sums, y: Sums, temperature: jax.Array) -> Sums:

@@ -4,12 +4,14 @@ Masks are boolean and applied twice, before and after the unsafe operation: a ``
 only the one before it keeps the bad value's derivative from turning a gradient into NaN.
 """
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 
 def compute_dtype(*arrays: jax.Array) -> np.dtype[np.floating]:
@@ -58,6 +60,20 @@ class Level(NamedTuple):
     moderate: jax.Array
 
 
+class Factors(NamedTuple):
+    """Rows whose products are scores.
+
+    Attributes:
+        left: Shape ``[n, d]``.
+        right: Shape ``[m, d]``.
+        precision: Of their product.
+    """
+
+    left: jax.Array
+    right: jax.Array
+    precision: str | None
+
+
 def level_of(lowest: jax.Array, highest: jax.Array, temperature: jax.Array) -> Level:
     """Level of scores between ``lowest`` and ``highest`` at temperatures of any shape."""
     lowest, highest, temperature = lax.stop_gradient((lowest, highest, temperature))
@@ -67,7 +83,12 @@ def level_of(lowest: jax.Array, highest: jax.Array, temperature: jax.Array) -> L
 
 
 def masked_log_sum(
-    scores: jax.Array, mask: jax.Array, temperature: jax.Array, axis: int = 1, level: Level | None = None
+    scores: jax.Array,
+    mask: jax.Array,
+    temperature: jax.Array,
+    axis: int = 1,
+    level: Level | None = None,
+    factors: Factors | None = None,
 ) -> LogSum:
     """Log-sums of ``scores / temperature`` along an axis, over the entries where ``mask`` is True.
 
@@ -80,6 +101,7 @@ def masked_log_sum(
         temperature: One for each sum.
         axis: The axis that is summed.
         level: Of these scores, if known: it takes the place of the maximum, which costs a pass over all of them.
+        factors: Of these scores, if known, for sums along the last axis: they make the derivative cheaper.
     """
     if level is None:
         mask = mask & (scores != -jnp.inf)  # Not `>`, which NaN would fail.
@@ -94,17 +116,63 @@ def masked_log_sum(
         # Added to nothing, that of no scores at all is of one type with the level on every device.
         maximum = lax.cond(level.moderate, lambda: middle, lambda: largest() + jnp.zeros_like(middle))
     maximum = jnp.where(maximum != -jnp.inf, maximum, 0)
-    shifted = jnp.where(mask, scores - jnp.expand_dims(maximum, axis), 0) / jnp.expand_dims(temperature, axis)
-    return log_of_sum(maximum, jnp.sum(masked_exp(shifted, mask), axis))
+    if factors is not None:
+        left, right, precision = factors
+        return log_of_sum(maximum, _sums_of_exp(left, right, mask, maximum, temperature, precision))
+    return log_of_sum(maximum, jnp.sum(_exps(scores, mask, maximum, temperature, axis), axis))
+
+
+def _exps(scores: jax.Array, mask: jax.Array, maximum: jax.Array, temperature: jax.Array, axis: int = 1) -> jax.Array:
+    # The flags are 0 where they are chosen. JAX would take a constant 0 out of loops, as an array that each pass reads.
+    shifted = jnp.where(mask, scores - jnp.expand_dims(maximum, axis), mask.astype(scores.dtype))
+    return masked_exp(shifted / jnp.expand_dims(temperature, axis), mask)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _sums_of_exp(
+    left: jax.Array,
+    right: jax.Array,
+    mask: jax.Array,
+    maximum: jax.Array,
+    temperature: jax.Array,
+    precision: str | None,
+) -> jax.Array:
+    """Sums of exponentials over all products of a row of ``left``, less ``maximum``, over the temperature.
+
+    JAX would scale the ``[n, m]`` exponentials by the derivative of each row's sum before it multiplies them with rows
+    of ``right``. Here the rows of the product are scaled, ``[n, d]``. The maximum is a constant.
+    """
+    return jnp.sum(_exps(products(left, right, precision), mask, maximum, temperature), axis=1)
+
+
+@partial(_sums_of_exp.defjvp, symbolic_zeros=True)
+def _sums_of_exp_jvp(precision: str | None, primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> Any:
+    left, right, mask, maximum, temperature = primals
+    of_left, of_right, _, _, of_temperature = tangents
+    exps = _exps(products(left, right, precision), mask, maximum, temperature)
+    total = jnp.sum(exps, axis=1)
+    weighted = jnp.matmul(exps, right, precision=precision)
+    moved = jnp.zeros_like(total)
+    if not isinstance(of_left, SymbolicZero):
+        moved += jnp.sum(weighted * of_left, axis=1)
+    if not isinstance(of_right, SymbolicZero):
+        moved += jnp.sum(left * jnp.matmul(exps, of_right, precision=precision), axis=1)
+    if not isinstance(of_temperature, SymbolicZero):
+        moved -= (jnp.sum(weighted * left, axis=1) - maximum * total) * of_temperature / temperature
+    return total, moved / temperature
+
+
+def products(x: jax.Array, y: jax.Array, precision: str | lax.Precision | None = None) -> jax.Array:
+    """``x @ y.T``, without a transpose, of which XLA would keep a copy."""
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
 
 
 def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """``exp(x)``, exactly 0 and with gradient 0 where ``mask`` is False; ``x`` must be finite there.
+    """``exp(x)``, exactly 0 and with gradient 0 where ``mask`` is False; it must be finite there.
 
-    The mask is applied again before the exponential instead of after it: ``exp(-inf)`` is 0, and so is its derivative,
-    and only one array is kept for it.
+    What ``x`` is there was decided before, so that a product does for the mask what else takes a ``jnp.where``.
     """
-    return jnp.exp(jnp.where(mask, x, -jnp.inf))
+    return jnp.exp(x) * mask.astype(x.dtype)
 
 
 def log_of_sum(maximum: jax.Array, total: jax.Array) -> LogSum:

@@ -4,6 +4,7 @@ A batch is described by short vectors - a label, an id, a flag for each row - an
 them for one block at a time. Two rules cover all losses: :func:`by_label` and :func:`by_position`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -72,19 +73,39 @@ def by_position(anchors: Members, candidates: Members) -> PairMasks:
     return PairMasks(belongs & _real(candidates), others & _real(candidates))
 
 
-def at_own_position(anchors: Members) -> jax.Array:
-    """Place ``[n]`` of the only positive among the candidates: the anchor's own position."""
+class Place(NamedTuple):
+    """Where the only positive of each anchor stands.
+
+    Attributes:
+        among: From anchors to the positions ``[n]`` of their positives among all candidates.
+        couples: From arrays of the anchors ``[n, ...]`` and of the candidates to two whose rows belong together.
+        times: How many anchors each of these couples stands for, one behind the other.
+    """
+
+    among: Callable[[Members], jax.Array]
+    couples: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    times: int
+
+
+def _own_position(anchors: Members) -> jax.Array:
     return anchors.label
 
 
-def at_other_view(anchors: Members) -> jax.Array:
-    """Place ``[n]`` of the only positive of two views that stand next to each other."""
+def _same_position(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, y[: x.shape[0]]
+
+
+def _other_view(anchors: Members) -> jax.Array:
     assert anchors.id is not None
     return anchors.id ^ 1
 
 
-def somewhere(anchors: Members) -> None:
-    """Place of the only positive that has to be looked for."""
+def _two_views(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x[0::2], y[1::2]
+
+
+# The anchor's own position, and that of the other of two views that stand next to each other.
+AT_OWN_POSITION, AT_OTHER_VIEW = Place(_own_position, _same_position, 1), Place(_other_view, _two_views, 2)
 
 
 def at_most_two_alike(labels: jax.Array) -> jax.Array:

@@ -33,7 +33,6 @@ from ntxent_jax.formulas import (
     terms_of,
 )
 from ntxent_jax.numerics import LogSum, compute_dtype
-from ntxent_jax.pairs import somewhere
 from ntxent_jax.scores import Options, logit_temperature, right_similarity, tile, weighted
 from ntxent_jax.similarities import is_builtin
 
@@ -82,7 +81,7 @@ def ring_sum(anchors: Anchors, candidates: Candidates, options: Options) -> tupl
 
 def _prepared(anchors: Anchors, candidates: Candidates, options: Options) -> tuple[Anchors, Options]:
     if options.only is not None:  # The positive is at hand only for a while.
-        options = options._replace(only=somewhere)
+        anchors, options = anchors._replace(only=None), options._replace(only="somewhere")
     if candidates.margin is None:
         return anchors, options
 

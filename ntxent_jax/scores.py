@@ -1,6 +1,5 @@
 """Scores and pairs of some anchors against all of their candidates, and what each anchor adds to a loss."""
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -11,8 +10,8 @@ from ntxent_jax.batch import Anchors, Candidates
 from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.formulas import Form, Only, Terms, Tile, row_terms
 from ntxent_jax.numerics import divide_or_zero, divide_scores, picked
-from ntxent_jax.pairs import Members, PairMasks, Rule
-from ntxent_jax.similarities import Similarity, compare, compare_own
+from ntxent_jax.pairs import PairMasks, Place, Rule
+from ntxent_jax.similarities import Similarity, compare, compare_own, factors_of
 
 Reduction = Literal["mean", "anchor_mean", "sum", "none"]
 
@@ -24,18 +23,18 @@ class Options(NamedTuple):
         rule: Which pairs are positives and negatives.
         similarity: Of two sets of rows.
         form: Of the terms of a loss.
-        only: Where the only positive of each anchor stands among the candidates. None: there may be several.
+        only: Where the only positive of each anchor stands, or "somewhere". None: there may be several.
         relative_margin: Whether the margin of a filter is a share of the positive's similarity.
         reduction: From the terms to the loss.
         block_size: Number of anchors visited at once, if the user chose it.
-        precision: Of matrix products, if the user chose it.
+        precision: Of matrix products.
         devices: That hold the batch together.
     """
 
     rule: Rule
     similarity: Similarity
     form: Form = "pair"
-    only: Callable[[Members], jax.Array | None] | None = None
+    only: Place | Literal["somewhere"] | None = None
     relative_margin: bool = False
     reduction: Reduction = "mean"
     block_size: int | None = None
@@ -52,7 +51,10 @@ def tile(own: Anchors, others: Candidates, options: Options) -> Tile:
     scores, level = similarities, None if own.own else others.level
     if added is not None:
         scores, level, temperature = divide_scores(scores, temperature) + added, None, logit_temperature(own, others)
-    return Tile(scores, masks, temperature, lowest, _only(scores, masks, own, others, options), level)
+    if own.only is None:
+        return Tile(scores, masks, temperature, lowest, _only(scores, masks, own, others, options), level)
+    factors = factors_of(options.similarity, own.rows, others.rows, options.precision)
+    return Tile(scores, masks, temperature, lowest, own.only, level, factors)
 
 
 def _similarities_and_masks(own: Anchors, others: Candidates, options: Options) -> tuple[jax.Array, PairMasks]:
@@ -74,11 +76,9 @@ def right_similarity(own: Anchors, others: Candidates, options: Options) -> jax.
 
 def _only(scores: jax.Array, masks: PairMasks, own: Anchors, others: Candidates, options: Options) -> Only | None:
     """The only positive of each anchor, if it is known where among the candidates it stands."""
-    if options.only is None or own.own is not None:
+    if not isinstance(options.only, Place) or own.own is not None:
         return None
-    place = options.only(own.members)
-    if place is None:
-        return None
+    place = options.only.among(own.members)
     exists = jnp.ones(place.shape, jnp.bool_) if others.members.where is None else others.members.where[place]
     return Only(picked(scores, masks.positive, place), exists)
 

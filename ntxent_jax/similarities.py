@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.devices import ALONE, Devices
-from ntxent_jax.numerics import compute_dtype, inverse_norm, power_of_two_scale
+from ntxent_jax.numerics import Factors, compute_dtype, inverse_norm, power_of_two_scale, products
 
 Similarity = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -197,8 +197,17 @@ def compare_own(similarity: Similarity, x: jax.Array, own: jax.Array) -> jax.Arr
     return jax.vmap(lambda row, rows: compare(similarity, *prepare(similarity, row[None], rows))[0])(x, own)
 
 
+def factors_of(similarity: Similarity, x: Rows, y: Rows, precision: str | None) -> Factors | None:
+    """Rows whose products are the similarities, if they are nothing else."""
+    if _steps(similarity).compare is not _scaled_products or x.factors is not None or y.factors is not None:
+        return None
+    return Factors(x.values, y.values, precision)
+
+
 def compare_each(similarity: Similarity, x: Rows, y: Rows) -> jax.Array:
     """Similarities ``[n]`` of row ``i`` of one set of prepared rows to row ``i`` of another."""
+    if factors_of(similarity, x, y, None) is not None:
+        return jnp.sum(x.values * y.values, axis=1)
 
     def one(*pair: Rows) -> jax.Array:
         return compare(similarity, *jax.tree.map(lambda row: row[None], pair))[0, 0]
@@ -250,22 +259,17 @@ def _unit_rows(x: jax.Array) -> Rows:
     return Rows(scaled, inverse_norm(scaled)[:, 0])
 
 
-def _matmul(x: jax.Array, y: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
-    """``x @ y.T``, without a transpose, of which XLA would keep a copy."""
-    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
-
-
-def _products(x: Rows, y: Rows) -> jax.Array:
-    products = _matmul(x.values, y.values)
+def _scaled_products(x: Rows, y: Rows) -> jax.Array:
+    scores = products(x.values, y.values)
     if x.factors is not None:
-        products = products * x.factors[:, None]
+        scores = scores * x.factors[:, None]
     if y.factors is not None:
-        products = products * y.factors[None, :]
-    return products
+        scores = scores * y.factors[None, :]
+    return scores
 
 
 def _log1p_products(x: Rows, y: Rows) -> jax.Array:
-    cosines = _products(x, y)
+    cosines = _scaled_products(x, y)
     opposite = cosines <= -1  # True for -1 - eps; False for NaN, which must stay NaN.
     return jnp.where(opposite, -jnp.inf, jnp.log1p(jnp.where(opposite, 0, cosines)))
 
@@ -281,8 +285,7 @@ def _centered_rows(x: jax.Array, y: jax.Array, devices: Devices) -> tuple[Rows, 
 
 def _negative_distances(x: Rows, y: Rows) -> jax.Array:
     assert x.factors is not None and y.factors is not None
-    products = _matmul(x.values, y.values, lax.Precision.HIGHEST)
-    squares = x.factors[:, None] + y.factors[None, :] - 2 * products
+    squares = x.factors[:, None] + y.factors[None, :] - 2 * products(x.values, y.values, lax.Precision.HIGHEST)
     coincide = squares <= 0  # False for NaN, which must stay NaN.
     return jnp.where(coincide, 0, -jnp.sqrt(jnp.where(coincide, 1, squares)))
 
@@ -319,8 +322,8 @@ def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax
 
 
 _STEPS: dict[Similarity, _Steps] = {
-    cosine_similarity: _Steps(_each(_unit_rows), _products, _cosine_reach),
-    dot_product: _Steps(_each(_plain_rows), _products, _product_reach),
+    cosine_similarity: _Steps(_each(_unit_rows), _scaled_products, _cosine_reach),
+    dot_product: _Steps(_each(_plain_rows), _scaled_products, _product_reach),
     log1p_cosine_similarity: _Steps(_each(_unit_rows), _log1p_products),
     negative_euclidean_distance: _Steps(_centered_rows, _negative_distances, _distance_reach),
 }

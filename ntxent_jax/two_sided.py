@@ -4,7 +4,8 @@ Where rows choose among themselves the matrix of scores is symmetric, so every p
 rows that it couples in either direction; likewise where images choose among texts and texts among images. A row's loss
 needs sums over all that it meets, and those are complete only after every tile was visited. A second visit finds the
 derivatives: the sums are sums over tiles, so their derivative is one too. That makes ``4 n n d`` operations for ``n``
-rows among themselves, where blocks of whole rows need ``6 n n d``, and 8 instead of 12 for two sets of rows.
+rows among themselves, where blocks of whole rows need ``6 n n d``, and 8 instead of 12 for two sets of rows. A small batch
+is a single tile, whose scores are still there at the second visit.
 
 To be sums, exponentials need a common level instead of each row's maximum. Whether they have one is known beforehand
 (:class:`ntxent_jax.numerics.Level`); if not, another function takes over.
@@ -12,7 +13,7 @@ To be sums, exponentials need a common level instead of each row's maximum. Whet
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,15 @@ class Part(NamedTuple):
     columns: jax.Array
 
 
-# From a function of tiles and rows in blocks to sums for these rows: every two that should meet do.
-Meet = Callable[[Callable[[Part], Sides], Tree], tuple[Tree, ...]]
+class Meet(Protocol):
+    """Lets every two rows meet that should."""
+
+    def __call__(self, f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False) -> tuple[Tree, ...]:
+        """What ``f`` returns for the sides of each tile, added up for rows in blocks, and the sums of the rest.
+
+        ``moved`` says that ``f`` returns derivatives by these rows.
+        """
+        ...
 
 
 class Steps(NamedTuple):
@@ -82,14 +90,14 @@ class Steps(NamedTuple):
             may hold any.
         second: ``(part, numbers, sums of rows, sums of columns) -> (terms of rows, terms of columns)`` on tiles that
             may hold positives, if a loss is not a function of sums alone. The sums must be a single array then.
-        may_hold: ``part -> boolean`` scalar: whether a tile may hold positives. None: no step needs to know.
+        may_hold: ``part -> boolean`` scalar: whether a tile may hold positives, or what is true for all of them.
         finish: ``(sums, terms, rest) -> (loss, rows)`` with the sums and terms of each set; the rows have no
             derivative.
     """
 
     first: Callable[..., Sides]
     second: Callable[..., Sides] | None
-    may_hold: Callable[[Part], jax.Array] | None
+    may_hold: Callable[[Part], jax.Array] | bool
     finish: Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
 
 
@@ -273,7 +281,7 @@ def _value_and_gradient(
         part = part._replace(own=own, others=others)
         return _with_positives(steps, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives))
 
-    by_blocks, by_numbers = meet(gradient, (rows, sums, by_sums, by_terms))
+    by_blocks, by_numbers = meet(gradient, (rows, sums, by_sums, by_terms), moved=True)
     by_sets = [
         x
         for flags, gradient in zip(of_sets, unblock(by_blocks), strict=True)
@@ -295,16 +303,28 @@ def _moved(steps: Steps, part: Part, numbers: Tree, of_own: Tree, of_others: Tre
 
 def _with_positives(steps: Steps, part: Part, result: Callable[[bool], Sides]) -> Sides:
     """Pay for positives only where there may be any."""
-    if steps.may_hold is None:
-        return result(False)
+    if isinstance(steps.may_hold, bool):
+        return result(steps.may_hold)
     return either(steps.may_hold(part), lambda _: result(True), lambda _: result(False), None)
 
 
-def added_up(f: Callable[[Part], Sides], rows: Tree, *, schedule: Schedule) -> tuple[Tree, ...]:
-    """What ``f`` returns for the sides of each tile, added to the blocks that they are, and the sums of the rest.
+def at_once(f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False, sets: int) -> tuple[Tree, ...]:
+    """As :class:`Meet` with a single tile, each set being one block.
 
-    Here all blocks are at hand. That makes it a :data:`Meet` for any schedule.
+    Rows among themselves stand on both sides of it. The half of a derivative that they have as columns is the other
+    half's mirror image, so it is found with the derivative of the rows, from one product.
     """
+    own, others = (jax.tree.map(lambda x, i=i: x[i], rows) for i in (0, -1))
+    everyone = jnp.ones(length(own), jnp.bool_)
+    of_own, of_others, *more = f(Part(own, others, everyone, everyone if moved or sets == 2 else ~everyone))
+    if sets == 2:
+        return jax.tree.map(lambda *x: jnp.stack(x), of_own, of_others), *more
+    more = jax.tree.map(lambda x: x / 2, more) if moved else more  # Every pair was met twice.
+    return jax.tree.map(lambda x: x[None], of_own), *more
+
+
+def added_up(f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False, schedule: Schedule) -> tuple[Tree, ...]:
+    """As :class:`Meet` with any schedule of tiles, where all blocks are at hand."""
     blocks, width = length(rows), schedule.rows.shape[1]
     overlap = max(0, int(schedule.start.max()) + width - blocks)
     circle = jax.tree.map(lambda x: jnp.concatenate([x, x[:overlap]]), rows)
@@ -341,9 +361,9 @@ def added_up(f: Callable[[Part], Sides], rows: Tree, *, schedule: Schedule) -> t
 
 
 def passed_around(
-    f: Callable[[Part], Sides], rows: Tree, *, sets: int, most: int, devices: Devices
+    f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False, sets: int, most: int, devices: Devices
 ) -> tuple[Tree, ...]:
-    """As :func:`added_up` over the blocks of all devices, of which each holds its own and those that pass by.
+    """As :class:`Meet` with the blocks of all devices, of which each holds its own and those that pass by.
 
     Blocks go round a circle of devices together with what is added up for them, and then home. Of one set every two
     devices meet once, so half of the circle is enough. Of two sets the first stays and the second goes all the way.

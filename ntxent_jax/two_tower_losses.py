@@ -8,7 +8,7 @@ from ntxent_jax.batch import Batch
 from ntxent_jax.contrast import contrast, contrast_both_ways
 from ntxent_jax.devices import AxisName, Devices, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import query_batch, with_extras
-from ntxent_jax.pairs import at_own_position, by_position
+from ntxent_jax.pairs import AT_OWN_POSITION, by_position
 from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity
 
@@ -86,7 +86,7 @@ def clip_loss(
     """
     devices = devices_along(axis_name, gather)
     options = Options(
-        by_position, similarity, "pair", at_own_position, False, reduction, block_size, precision, devices
+        by_position, similarity, "pair", AT_OWN_POSITION, False, reduction, block_size, precision, devices
     )
 
     batch = _pairs(images, texts, temperature, ids, where, weights, similarity, devices)
@@ -162,7 +162,7 @@ def siglip_loss(
     batch = _pairs(images, texts, temperature, ids, where, weights, similarity, devices)
     batch = batch._replace(extras=batch.extras._replace(sigmoid_bias=checks.one_number("bias", bias)))
     options = Options(
-        by_position, similarity, "sigmoid", at_own_position, False, reduction, block_size, precision, devices
+        by_position, similarity, "sigmoid", AT_OWN_POSITION, False, reduction, block_size, precision, devices
     )
     return contrast(batch, options)
 

@@ -10,7 +10,7 @@ from ntxent_jax.devices import AxisName, Gather, devices_along, on_any_mesh
 from ntxent_jax.inputs import view_batch
 from ntxent_jax.label_losses import Denominator
 from ntxent_jax.numerics import divide_or_zero
-from ntxent_jax.pairs import at_other_view, by_label
+from ntxent_jax.pairs import AT_OTHER_VIEW, by_label
 from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity, dot_product
 
@@ -91,7 +91,7 @@ def ntxent_views(
     batch = view_batch(
         *views, temperature=temperature, where=where, weights=weights, similarity=similarity, devices=devices
     )
-    only = at_other_view if len(views) == 2 else None
+    only = AT_OTHER_VIEW if len(views) == 2 else None
     return contrast(
         batch, Options(by_label, similarity, denominator, only, False, reduction, block_size, precision, devices)
     )

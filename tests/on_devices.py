@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ntxent_jax as nj
+from ntxent_jax import batch
 from ntxent_jax.devices import Devices
 
 ROWS = {name for case in CASES.values() for name, x in case.floats.items() if x.ndim > 1}
@@ -328,13 +329,20 @@ def _fixed(loss: Any, batch: Any, way: Way, encoded: bool) -> Any:
     return value[0], slope[0]
 
 
-def _all_gather_without_gradient(own_too: bool, right: Any) -> Any:
+def _all_gather_without_gradient(right: Any) -> Any:
     def gather(x: jax.Array, axis: Any, **options: Any) -> jax.Array:
         rows = lax.stop_gradient(right(x, axis, **options))
-        start = lax.axis_index(axis) * len(x)
-        return rows if own_too else lax.dynamic_update_slice_in_dim(rows, x, start, 0)
+        return lax.dynamic_update_slice_in_dim(rows, x, lax.axis_index(axis) * len(x), 0)
 
     return gather
+
+
+def _candidates_without_gradient(right: Any) -> Any:
+    def prepare(*arguments: Any) -> Any:
+        anchors, candidates = right(*arguments)
+        return anchors, lax.stop_gradient(candidates)
+
+    return prepare
 
 
 def _count_averaged(right: Any) -> Any:
@@ -356,9 +364,9 @@ MISTAKES = {
     # What is added up for visitors stays where they were last; or some devices never meet.
     "never home": (Devices, "passed_on", _passed_on(lambda steps: max(steps, 0))),
     "wrong neighbour": (Devices, "passed_on", _passed_on(lambda steps: 2 * steps)),
-    # The rows of other devices get no gradient, or no gathered row does.
-    "foreign keys": (lax, "all_gather", functools.partial(_all_gather_without_gradient, False)),
-    "all keys": (lax, "all_gather", functools.partial(_all_gather_without_gradient, True)),
+    # The rows of other devices get no gradient, or no key does.
+    "foreign keys": (lax, "all_gather", _all_gather_without_gradient),
+    "all keys": (batch, "prepare", _candidates_without_gradient),
     # A loss is the sum over all devices, divided by what counts on one of them.
     "count": (Devices, "summed", _count_averaged),
     # Gradients are summed instead of averaged, or left as they are.

@@ -1,5 +1,7 @@
 """Memory grows with the rows, not with their square. Programs are compiled, not run."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,3 +139,15 @@ def test_positives_by_negatives_are_never_formed(form):
         return nj.ntxent(x, labels, denominator=form, block_size=512)
 
     assert bytes_of(jax.value_and_grad(loss), jax.ShapeDtypeStruct((512, 128), jnp.float32)) < 12 * 512 * 512 * 4
+
+
+@pytest.mark.parametrize("loss", [nj.ntxent_views, nj.clip_loss, nj.info_nce_loss, nj.supcon_loss])
+def test_no_pass_reads_an_array_of_constants(loss):
+    """JAX takes what does not change out of a loop, be it an array of zeros as large as all scores of a block."""
+    second = integers(LARGE) if loss is nj.supcon_loss else rows(LARGE)
+    program = jax.jit(value_and_grad(loss, block_size=BLOCK)).lower(rows(LARGE), second).compile().as_text()
+    loops = re.findall(r"= \((.*)\) while\(", program)
+    assert loops
+    for carried in loops:
+        sizes = [(int(a), int(b)) for a, b in re.findall(r"\w+\[(\d+),(\d+)\]", carried)]
+        assert all(b <= D or a * b <= 4 * LARGE for a, b in sizes), sizes

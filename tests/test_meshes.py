@@ -46,8 +46,10 @@ def test_memory_of_a_large_batch(name, kind, gather, eight_devices):
     assert found["exchanged"] <= 2 * n * d
 
 
-@pytest.mark.parametrize(("kind", "gather"), KINDS[:-1])
-@pytest.mark.parametrize("name", ["labels", "clip", "queries"])
+@pytest.mark.parametrize(
+    ("name", "kind", "gather"),
+    [*(("labels", *kind) for kind in KINDS[:-1]), ("clip", *KINDS[1]), ("queries", *KINDS[0]), ("queries", *KINDS[1])],
+)
 def test_memory_and_work_fall_with_the_number_of_devices(name, kind, gather, eight_devices):
     two, eight = (eight_devices("program", name, kind, gather, devices, 4096, 32, 8) for devices in (2, 8))
     assert eight["bytes"] < two["bytes"] / 2

@@ -9,6 +9,7 @@ import pytest
 from assertions import assert_close, assert_finite, assert_nan, assert_zero
 
 from ntxent_jax.numerics import (
+    Factors,
     compute_dtype,
     divide_or_nan,
     divide_or_zero,
@@ -95,6 +96,34 @@ def test_log_sum_at_a_level():
             assert_close((parts.maximum / temperature + parts.log_sum)[:3], right)
     moved = jax.grad(lambda low, high: level_of(low, high, TEMPERATURE).middle, argnums=(0, 1))(-1.0, 1.0)
     assert_zero(moved)
+
+
+@in_float64
+@pytest.mark.parametrize("lowest", [-9.0, -1e6])
+def test_log_sum_of_products(lowest):
+    """From the rows whose products are the scores: as from the scores, in all derivatives, at a level and without."""
+    left, right, moves = inputs.random_rows(4, 3), inputs.random_rows(5, 3, seed=3), inputs.random_rows(9, 3, seed=4)
+    level = level_of(jnp.asarray(lowest), jnp.asarray(9.0), TEMPERATURE)
+    assert bool(level.moderate) == (lowest == -9)
+
+    def of_products(left, right, temperature):
+        parts = masked_log_sum(left @ right.T, MASK, temperature, level=level, factors=Factors(left, right, "highest"))
+        return parts.maximum / temperature + parts.log_sum
+
+    def plain(left, right, temperature):
+        return jax.nn.logsumexp(left @ right.T / temperature[:, None], axis=1, where=MASK)
+
+    point = left, right, TEMPERATURE
+    direction = moves[:4], moves[4:], np.array([0.1, -0.2, 0.3, 0.4])
+
+    def derivatives(f):
+        slope = jax.grad(lambda *x: jnp.sum(f(*x) * np.arange(1.0, 5)), argnums=(0, 1, 2))
+        along = jax.grad(lambda *x: sum(jnp.sum(a * b) for a, b in zip(slope(*x), direction, strict=True)), (0, 1, 2))
+        return jax.jvp(f, point, direction), slope(*point), jax.jvp(slope, point, direction)[1], along(*point)
+
+    jax.tree.map(assert_close, derivatives(of_products), derivatives(plain))
+    alone = jax.grad(lambda x: of_products(left, x, TEMPERATURE).sum())(right)
+    assert_close(alone, jax.grad(lambda x: plain(left, x, TEMPERATURE).sum())(right))
 
 
 @in_float64

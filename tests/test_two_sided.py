@@ -16,6 +16,8 @@ from assertions import assert_close
 
 import ntxent_jax as nj
 from ntxent_jax import coupled
+from ntxent_jax.pairs import AT_OWN_POSITION, by_label
+from ntxent_jax.scores import Options
 from ntxent_jax.two_sided import among_themselves, between
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -94,7 +96,7 @@ def test_any_block(name, only_tiles):
     whole = outcome(case, None)
     library = oracle_pairs if case.loss == "clip_loss" else oracle
     assert_close(whole[0], case(library, case.floats, reduction="mean"), rtol=1e-11, name="oracle")
-    for block_size in (1, 2, 3, 5):
+    for block_size in (1, 2, 3):
         assert_same(outcome(case, block_size), whole)
 
 
@@ -108,7 +110,9 @@ def test_in_parts(name, only_tiles, monkeypatch):
         assert_same(outcome(CASES[name], 2, "anchor_mean"), whole)
 
 
-@each_case
+@pytest.mark.parametrize(
+    "name", ["ntxent", "ntxent negatives", "supcon out", "supcon in", "three views", "clip smooth"]
+)
 def test_low_temperature(name, never_tiles):
     """Exponentials of a common level would vanish: rows are met one by one, each from its own maximum."""
     case = one_temperature(CASES[name], 1e-4)
@@ -131,7 +135,7 @@ def test_a_temperature_of_shape_one(never_tiles):
 
 
 @pytest.mark.parametrize("name", ["ntxent", "two views", "clip"])
-@pytest.mark.parametrize("temperature", [1 / 66, 0.02, 100.0])
+@pytest.mark.parametrize("temperature", [1 / 66, 100.0])
 def test_range_of_float32(name, temperature, only_tiles):
     """The lowest temperature at which a common level is used, in float32."""
     case = one_temperature(CASES[name], temperature)
@@ -142,8 +146,17 @@ def test_range_of_float32(name, temperature, only_tiles):
         assert_close(gradient[name], slopes[name], rtol=1e-3, atol=1e-4 * np.abs(slopes[name]).max())
 
 
-@pytest.mark.parametrize("name", ["ntxent", "supcon in", "two views", "clip"])
-@pytest.mark.parametrize("second", ["forward over reverse", "reverse over reverse"])
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [
+        ("ntxent", "forward over reverse"),
+        ("ntxent", "reverse over reverse"),
+        ("supcon in", "forward over reverse"),
+        ("two views", "reverse over reverse"),
+        ("clip", "forward over reverse"),
+        ("clip", "reverse over reverse"),
+    ],
+)
 def test_second_derivatives(name, second):
     case = CASES[name]
     moves = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=float)).reshape(x.shape), case.floats)
@@ -194,6 +207,17 @@ def test_two_sets_meet_once(blocks, most):
         for i in np.flatnonzero(rows):
             met[own, start + i - blocks] += 1
     np.testing.assert_array_equal(met, np.ones_like(met))
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+@pytest.mark.parametrize("n", [1775, 1801, 4096, 8192, 10_000, 65_536])
+@pytest.mark.parametrize("only", [None, AT_OWN_POSITION])
+def test_little_is_met_for_nothing(n, sets, only):
+    """Tiles without an option are cut such that none of them is nearly empty: blocks meet themselves, that is all."""
+    block, most = coupled._cut(n, sets, Options(by_label, nj.cosine_similarity, only=only))
+    blocks = -(-n // block)
+    tiles = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
+    assert tiles.rows.size * block**2 < (1 + 2 / blocks) * n**2 / (3 - sets)
 
 
 SHARDED = r"""
