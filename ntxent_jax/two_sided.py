@@ -4,8 +4,8 @@ Where rows choose among themselves the matrix of scores is symmetric, so every p
 rows that it couples in either direction; likewise where images choose among texts and texts among images. A row's loss
 needs sums over all that it meets, and those are complete only after every tile was visited. A second visit finds the
 derivatives: the sums are sums over tiles, so their derivative is one too. That makes ``4 n n d`` operations for ``n``
-rows among themselves, where blocks of whole rows need ``6 n n d``, and 8 instead of 12 for two sets of rows. A small batch
-is a single tile, whose scores are still there at the second visit.
+rows among themselves, where blocks of whole rows need ``6 n n d``, and 8 instead of 12 for two sets of rows. A small
+batch is a single tile, whose scores are still there at the second visit.
 
 To be sums, exponentials need a common level instead of each row's maximum. Whether they have one is known beforehand
 (:class:`ntxent_jax.numerics.Level`); if not, another function takes over.
