@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ntxent_jax.batch import Anchors, Batch, Candidates, ready
 from ntxent_jax.devices import Devices
-from ntxent_jax.engine import length, rows_per_block, sum_of_either, sum_over_rows
+from ntxent_jax.engine import SCORES, length, rows_per_block, spare_columns, sum_of_either, sum_over_rows
 from ntxent_jax.formulas import Extras, Negatives, Only, Positives, Sums, Terms, pair_terms, terms_of
 from ntxent_jax.numerics import level_of, log_of_sum, masked_exp
 from ntxent_jax.pairs import Members, PairMasks, at_most_two_alike, only_negatives
@@ -38,6 +38,9 @@ from ntxent_jax.two_sided import (
 # took 162 ms, others 194 to 254.
 _SHAPE, _SHAPE_BY_LABEL = (360, 4), (480, 1)
 _ENTRIES = 1 << 19  # Of a tile whose rows are the user's choice.
+# A batch is a single tile if its scores are no more than these. Several positives of a row make more arrays of that
+# size: more than 32 MB in all, which Linux gives back after every step, made 1,280 rows four times as slow as 1,024.
+_WHOLE, _WHOLE_BY_LABEL = 2 * SCORES, SCORES
 
 
 class Met(NamedTuple):
@@ -80,8 +83,9 @@ def is_coupled(batch: Batch, options: Options) -> bool:
 
 
 def _is_whole(batch: Batch, options: Options) -> bool:
-    n = batch.anchors.shape[0]
-    return not options.devices.ring and rows_per_block(n, n, options.block_size) == n
+    n, most = batch.anchors.shape[0], _WHOLE_BY_LABEL if options.only is None else _WHOLE
+    fits = n * n <= most if options.block_size is None else options.block_size >= n
+    return fits and not options.devices.ring
 
 
 def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +94,8 @@ def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
     Of anchors among themselves, or, given candidates, the mean of both directions; on one tile or on many.
     """
     n, sets, whole = batch.anchors.shape[0], 1 if batch.candidates is None else 2, _is_whole(batch, options)
-    block, most = (n, 1) if whole else _cut(n, sets, options)
+    # Of a symmetric tile no product with columns is needed.
+    block, most = (n + (spare_columns(n) if sets == 2 else 0), 1) if whole else _cut(n, sets, options)
     anchors, candidates = ready(batch, options.similarity, options.devices, options.only)
     both = (anchors.rows, anchors.members), (candidates.rows, candidates.members)
     rows = tuple(Met(x, members._replace(where=anchors.where)) for x, members in both[:sets])
@@ -112,7 +117,7 @@ def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum(inputs: tuple[jax.Array, Inputs], *, block: int, meet: Meet, options: Options) -> tuple[jax.Array, jax.Array]:
-    several, whole = options.only is None, length(inputs[1].rows[0]) == block
+    several, whole = options.only is None, length(inputs[1].rows[0]) <= block
     steps = Steps(
         partial(_sums_of_tile, options=options, smoothed=inputs[1].rest.extras.label_smoothing is not None),
         partial(_terms_of_tile, options=options) if several and options.form == "pair" else None,

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from ntxent_jax import checks
 from ntxent_jax.batch import Batch, Filter, OwnCandidates
 from ntxent_jax.devices import ALONE, Devices
+from ntxent_jax.engine import spare_columns
 from ntxent_jax.formulas import Extras
 from ntxent_jax.pairs import Members, labelled, with_positions
 from ntxent_jax.similarities import Similarity, is_builtin
@@ -167,6 +168,16 @@ def with_negatives(
     return _with_own(batch, rows, real)
 
 
+def with_spare_columns(batch: Batch, similarity: Similarity, devices: Devices) -> Batch:
+    """Add hidden candidates if products are quicker with them, where all rows are on one device."""
+    keys, _ = _candidates(batch)
+    number = spare_columns(keys.shape[0])
+    if number == 0 or devices.axis is not None or jax.device_count() > 1 or not is_builtin(similarity):
+        return batch
+    rows, where = jnp.zeros_like(keys, shape=(number, *keys.shape[1:])), jnp.zeros(number, jnp.bool_)
+    return _with_shared(batch, rows, where, devices)
+
+
 def with_filter(
     batch: Batch, margin: ArrayLike | None, guide_queries: ArrayLike | None, guide_keys: ArrayLike | None
 ) -> Batch:
@@ -215,7 +226,8 @@ def _with_shared(batch: Batch, rows: jax.Array, where: jax.Array | None, devices
     label = jnp.concatenate([places, jnp.full(k, -1)])  # No query's place.
     new, bias, pair_where = Members(label, where), batch.bias, batch.pair_where
     if members.id is not None:
-        new = new._replace(id=jnp.pad(members.id, (0, k)), identified=jnp.arange(m + k) < m)
+        identified = jnp.ones(m, jnp.bool_) if members.identified is None else members.identified
+        new = new._replace(id=jnp.pad(members.id, (0, k)), identified=jnp.pad(identified, (0, k)))
     return batch._replace(
         members=batch.members._replace(label=queries),
         candidates=jnp.concatenate([keys, rows]),

@@ -9,7 +9,14 @@ from jax.typing import ArrayLike
 from ntxent_jax import checks
 from ntxent_jax.contrast import contrast
 from ntxent_jax.devices import AxisName, Gather, devices_along, on_any_mesh
-from ntxent_jax.inputs import query_batch, with_extras, with_filter, with_negatives, with_own_key_only
+from ntxent_jax.inputs import (
+    query_batch,
+    with_extras,
+    with_filter,
+    with_negatives,
+    with_own_key_only,
+    with_spare_columns,
+)
 from ntxent_jax.pairs import AT_OWN_POSITION, by_position
 from ntxent_jax.scores import Options, Reduction
 from ntxent_jax.similarities import Similarity, cosine_similarity, turned
@@ -162,6 +169,7 @@ def info_nce_loss(
         checks.something_to_choose(negatives, guide_keys)
         batch = with_own_key_only(batch)
     batch = with_negatives(batch, negatives, negative_where, devices)
+    batch = with_spare_columns(batch, similarity, devices)
     options = Options(
         by_position, similarity, "pair", AT_OWN_POSITION, relative_margin, reduction, block_size, precision, devices
     )
