@@ -249,7 +249,7 @@ def _row_by_row(inputs: Inputs, *, options: Options) -> tuple[jax.Array, jax.Arr
             if options.devices.ring:
                 more, count = ring_sum(anchors, candidates, options)
             else:
-                block = rows_per_block(n, n, options.block_size)
+                block = rows_per_block(n, n, options.block_size or max(1, SCORES // n))  # Little memory, rarely used.
                 more, count = sum_over_rows(partial(anchor_sum, options=options), anchors, candidates, block)
         total, counts = total + more, [*counts, count]
     return total, jnp.concatenate(counts)
