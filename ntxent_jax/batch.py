@@ -197,9 +197,8 @@ def ready(
 
 
 def _only(place: Place, similarity: Similarity, anchors: Rows, candidates: Rows, real: jax.Array | None) -> Only:
-    real = (
-        jnp.ones_like(candidates.values, dtype=jnp.bool_, shape=candidates.values.shape[:1]) if real is None else real
-    )
+    if real is None:
+        real = jnp.ones_like(candidates.values, dtype=jnp.bool_, shape=candidates.values.shape[:1])
     first, second = (jax.tree.map(lambda x, y, i=i: place.couples(x, y)[i], anchors, candidates) for i in (0, 1))
     score, exists = compare_each(similarity, first, second), place.couples(anchors.values, real)[1]
     return Only(jnp.repeat(score, place.times), jnp.repeat(exists, place.times))

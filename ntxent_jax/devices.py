@@ -72,8 +72,8 @@ class Devices(NamedTuple):
         return result
 
     def largest(self, tree: Tree) -> Tree:
-        """The largest number that any device has, a constant for differentiation."""
-        if self.axis is None:
+        """The largest number of those that are not gathered, a constant for differentiation."""
+        if not self.ring:
             return tree
         local = self._everywhere(lax.stop_gradient(tree))
         result: Tree = jax.tree.map(lambda x: lax.pmax(x, self.axis), local)

@@ -168,9 +168,9 @@ def products(x: jax.Array, y: jax.Array, precision: str | lax.Precision | None =
 
 
 def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """``exp(x)``, exactly 0 and with gradient 0 where ``mask`` is False; it must be finite there.
+    """``exp(x)``, exactly 0 and with gradient 0 where ``mask`` is False.
 
-    What ``x`` is there was decided before, so that a product does for the mask what else takes a ``jnp.where``.
+    It must be finite there, which whoever calls this has seen to. Then a product does what else takes a ``jnp.where``.
     """
     return jnp.exp(x) * mask.astype(x.dtype)
 
