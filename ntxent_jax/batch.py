@@ -10,7 +10,7 @@ from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.formulas import Extras, Only
 from ntxent_jax.numerics import Level, compute_dtype
 from ntxent_jax.pairs import Members, Place
-from ntxent_jax.similarities import Rows, Similarity, compare_each, is_builtin, prepare
+from ntxent_jax.similarities import Rows, Similarity, compare_each, has_range, prepare
 
 
 class OwnCandidates(NamedTuple):
@@ -183,7 +183,7 @@ def ready(
     own = batch.own and batch.own._replace(rows=_visible(batch.own.rows, batch.own.where))
     anchor_rows, candidate_rows = prepare(similarity, rows, candidates, devices)
     positive = None
-    if isinstance(only, Place) and batch.plain and is_builtin(similarity):
+    if isinstance(only, Place) and batch.plain and has_range(similarity):
         positive = _only(only, similarity, anchor_rows, candidate_rows, candidate_members.where)
     guide, of_candidates, guided = _ready_guides(batch.filter, similarity, where, candidate_members, devices)
     margin = None if batch.filter is None else batch.filter.margin.astype(dtype)

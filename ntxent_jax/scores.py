@@ -51,10 +51,10 @@ def tile(own: Anchors, others: Candidates, options: Options) -> Tile:
     scores, level = similarities, None if own.own else others.level
     if added is not None:
         scores, level, temperature = divide_scores(scores, temperature) + added, None, logit_temperature(own, others)
-    if own.only is None:
-        return Tile(scores, masks, temperature, lowest, _only(scores, masks, own, others, options), level)
-    factors = factors_of(options.similarity, own.rows, others.rows, options.precision)
-    return Tile(scores, masks, temperature, lowest, own.only, level, factors)
+    only, factors = _only(scores, masks, own, others, options), None
+    if own.only is not None:
+        factors = factors_of(options.similarity, own.rows, others.rows, options.precision)
+    return Tile(scores, masks, temperature, lowest, only, level, factors)
 
 
 def _similarities_and_masks(own: Anchors, others: Candidates, options: Options) -> tuple[jax.Array, PairMasks]:
@@ -80,7 +80,12 @@ def _only(scores: jax.Array, masks: PairMasks, own: Anchors, others: Candidates,
         return None
     place = options.only.among(own.members)
     exists = jnp.ones(place.shape, jnp.bool_) if others.members.where is None else others.members.where[place]
-    return Only(picked(scores, masks.positive, place), exists)
+    score = picked(scores, masks.positive, place)
+    if own.only is not None:
+        # Its derivative without a look at all pairs, but its value from the same product as all others: at a low
+        # temperature even their rounding must agree, so that equal rows are equally likely.
+        score = own.only.score + lax.stop_gradient(score - own.only.score)
+    return Only(score, exists)
 
 
 def _guide(similarities: jax.Array, own: Anchors, others: Candidates, options: Options) -> jax.Array:
