@@ -612,6 +612,16 @@ def case_29(rows, labels, temperature):
     )
 
 
+@pytest.mark.parametrize("block_size", [None, 5])
+def test_case_29_rounds_all_scores_alike(block_size):
+    """Divided by a low temperature, the rounding of a positive that is computed in another way would be seen."""
+    for seed in range(8):
+        rows = jnp.tile(np.float32(np.random.default_rng(seed).normal(size=(1, 100))), (16, 1))
+        for loss, chance in ((nj.info_nce_loss, 16), (nj.ntxent_views, 31), (nj.clip_loss, 16)):
+            value = loss(rows, rows, temperature=1e-4, block_size=block_size)
+            assert_close(value, np.log(chance), rtol=1e-6)
+
+
 @in_float64
 def test_case_29_identical_views_are_not_a_loss_of_zero():
     value = nj.ntxent_views(X, X, temperature=0.5)
