@@ -47,7 +47,8 @@ def main(process: int, number: int, port: int, gathers: list[str]) -> dict[str, 
         weights = jax.make_array_from_process_local_data(everywhere, WEIGHTS)
         for name, loss in LOSSES.items():
             ways = {"jit": _plain(loss)}
-            ways |= {f"axis_name {gather}": _mapped(loss, mesh, gather) for gather in gathers}
+            if types == AxisType.Auto or name == "ntxent":
+                ways |= {f"axis_name {gather}": _mapped(loss, mesh, gather) for gather in gathers}
             for way, step in ways.items():
                 value, gradient = jax.jit(step)(weights, images, texts, labels, where)
                 result = np.asarray(value.addressable_data(0)), np.asarray(gradient.addressable_data(0))

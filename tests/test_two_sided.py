@@ -91,12 +91,12 @@ def assert_same(streamed, whole, rtol=1e-11):
 
 @each_case
 def test_any_block(name, only_tiles):
-    """Numbers of blocks odd and even, with and without filler, down to a row each."""
+    """Numbers of blocks odd and even, with and without filler; every second case down to a row each."""
     case = CASES[name]
     whole = outcome(case, None)
     library = oracle_pairs if case.loss == "clip_loss" else oracle
     assert_close(whole[0], case(library, case.floats, reduction="mean"), rtol=1e-11, name="oracle")
-    for block_size in (1, 2, 3):
+    for block_size in ((1, 2), (2, 3))[list(CASES).index(name) % 2]:
         assert_same(outcome(case, block_size), whole)
 
 
