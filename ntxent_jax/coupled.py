@@ -77,9 +77,8 @@ def is_coupled(batch: Batch, options: Options) -> bool:
     split = devices.axis is not None or (jax.device_count() > 1 and not _is_whole(batch, options))
     if options.reduction == "none" or batch.anchors.shape[0] == 0 or (split and not devices.ring):
         return False
-    one_sided = (batch.bias, batch.pair_where, batch.own, batch.filter, batch.hardness, batch.extras.class_prior)
-    bounded = has_range(options.similarity)
-    return bounded and batch.temperature.ndim == 0 and all(option is None for option in one_sided)
+    alike = batch.plain and batch.pair_where is None and batch.extras.class_prior is None
+    return alike and batch.temperature.ndim == 0 and has_range(options.similarity)
 
 
 def _is_whole(batch: Batch, options: Options) -> bool:

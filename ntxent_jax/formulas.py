@@ -231,30 +231,29 @@ def negatives_of(
     scores: jax.Array,
     mask: jax.Array,
     temperature: jax.Array,
-    axis: int = 1,
     level: Level | None = None,
     factors: Factors | None = None,
 ) -> Negatives:
-    """What anchors need to know of their negatives, which lie along an axis of ``[n, m]``."""
-    log_sum = masked_log_sum(scores, mask, temperature, axis, level, factors)
-    return Negatives(log_sum, number_of(mask, scores.dtype, axis), jnp.sum(jnp.where(mask, scores, 0), axis))
+    """What anchors need to know of their negatives ``[n, m]``."""
+    log_sum = masked_log_sum(scores, mask, temperature, level, factors)
+    return Negatives(log_sum, number_of(mask, scores.dtype), jnp.sum(jnp.where(mask, scores, 0), axis=1))
 
 
 def positives_of(scores: jax.Array, mask: jax.Array, temperature: jax.Array, level: Level | None = None) -> Positives:
     """What anchors need to know of their positives ``[n, m]``."""
-    log_sum = masked_log_sum(scores, mask, temperature, level=level)
+    log_sum = masked_log_sum(scores, mask, temperature, level)
     below = jnp.sum(jnp.where(mask, log_sum.maximum[:, None] - scores, 0), axis=1)
     return Positives(log_sum, number_of(mask, scores.dtype), below)
 
 
-def only_positive(scores: jax.Array, mask: jax.Array, axis: int = 1) -> Only:
+def only_positive(scores: jax.Array, mask: jax.Array) -> Only:
     """The one positive of each anchor, found among all pairs."""
-    return Only(jnp.sum(jnp.where(mask, scores, 0), axis), jnp.any(mask, axis))
+    return Only(jnp.sum(jnp.where(mask, scores, 0), axis=1), jnp.any(mask, axis=1))
 
 
-def number_of(mask: jax.Array, dtype: jnp.dtype, axis: int = 1) -> jax.Array:
-    """How many entries along an axis of ``[n, m]`` are True, as floating numbers."""
-    return jnp.sum(mask, axis, dtype=jnp.int32).astype(dtype)
+def number_of(mask: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """How many entries of each row of ``[n, m]`` are True, as floating numbers."""
+    return jnp.sum(mask, axis=1, dtype=jnp.int32).astype(dtype)
 
 
 def added(x: Sums, y: Sums, temperature: jax.Array) -> Sums:

@@ -86,11 +86,10 @@ def masked_log_sum(
     scores: jax.Array,
     mask: jax.Array,
     temperature: jax.Array,
-    axis: int = 1,
     level: Level | None = None,
     factors: Factors | None = None,
 ) -> LogSum:
-    """Log-sums of ``scores / temperature`` along an axis, over the entries where ``mask`` is True.
+    """Log-sums of ``scores / temperature`` of every row, over the entries where ``mask`` is True.
 
     A score of ``-inf`` adds nothing and has gradient 0; NaN and ``+inf`` make the result NaN. The derivative is the
     softmax, of every order, and exactly 0 where ``mask`` is False, whatever stands there.
@@ -98,16 +97,15 @@ def masked_log_sum(
     Args:
         scores: Shape ``[n, m]``.
         mask: Boolean, shape ``[n, m]``.
-        temperature: One for each sum.
-        axis: The axis that is summed.
+        temperature: Shape ``[n]``.
         level: Of these scores, if known: it takes the place of the maximum, which costs a pass over all of them.
-        factors: Of these scores, if known, for sums along the last axis: they make the derivative cheaper.
+        factors: Of these scores, if known: they make the derivative cheaper.
     """
     if level is None:
         mask = mask & (scores != -jnp.inf)  # Not `>`, which NaN would fail.
 
     def largest() -> jax.Array:
-        return jnp.max(lax.stop_gradient(scores), axis, initial=-jnp.inf, where=mask)
+        return jnp.max(lax.stop_gradient(scores), axis=1, initial=-jnp.inf, where=mask)
 
     if level is None:
         maximum = largest()
@@ -119,13 +117,13 @@ def masked_log_sum(
     if factors is not None:
         left, right, precision = factors
         return log_of_sum(maximum, _sums_of_exp(left, right, mask, maximum, temperature, precision))
-    return log_of_sum(maximum, jnp.sum(_exps(scores, mask, maximum, temperature, axis), axis))
+    return log_of_sum(maximum, jnp.sum(_exps(scores, mask, maximum, temperature), axis=1))
 
 
-def _exps(scores: jax.Array, mask: jax.Array, maximum: jax.Array, temperature: jax.Array, axis: int = 1) -> jax.Array:
+def _exps(scores: jax.Array, mask: jax.Array, maximum: jax.Array, temperature: jax.Array) -> jax.Array:
     # The flags are 0 where they are chosen. JAX would take a constant 0 out of loops, as an array that each pass reads.
-    shifted = jnp.where(mask, scores - jnp.expand_dims(maximum, axis), mask.astype(scores.dtype))
-    return masked_exp(shifted / jnp.expand_dims(temperature, axis), mask)
+    shifted = jnp.where(mask, scores - maximum[:, None], mask.astype(scores.dtype))
+    return masked_exp(shifted / temperature[:, None], mask)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(5,))
