@@ -1,15 +1,15 @@
 """A batch: the arrays of a loss as the user gave them, and made ready to be compared block by block."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ntxent_jax.devices import ALONE, Devices
+from ntxent_jax.devices import ALONE, Devices, Tree
 from ntxent_jax.formulas import Extras, Only
 from ntxent_jax.numerics import Level, compute_dtype
-from ntxent_jax.pairs import Members, Place
+from ntxent_jax.pairs import Members, OnlyAt, Place
 from ntxent_jax.similarities import Rows, Similarity, compare_each, has_range, prepare
 
 
@@ -94,11 +94,15 @@ class Batch(NamedTuple):
         """Whether scores are similarities to candidates that all anchors share, and nothing else."""
         return self.bias is None and self.own is None and self.filter is None and self.hardness is None
 
-    @property
-    def row_members(self) -> Members:
-        """Labels and flags of the anchors, an item's for each of its views, and their ids."""
-        of_rows: Members = jax.tree.map(lambda x: jnp.repeat(x, self.views), self.members._replace(id=None))
-        return of_rows._replace(id=self.members.id)
+    def each_row(self) -> "Batch":
+        """The same with every row an item of its own."""
+
+        def spread(of_items: Tree) -> Tree:
+            result: Tree = jax.tree.map(lambda x: jnp.repeat(x, self.views) if x.ndim else x, of_items)
+            return result
+
+        members = spread(self.members._replace(id=None))._replace(id=self.members.id)
+        return self._replace(members=members, weights=spread(self.weights), temperature=spread(self.temperature))
 
 
 class Anchors(NamedTuple):
@@ -159,21 +163,20 @@ class Candidates(NamedTuple):
 
 
 def ready(
-    batch: Batch, similarity: Similarity, devices: Devices = ALONE, only: Place | Literal["somewhere"] | None = None
+    batch: Batch, similarity: Similarity, devices: Devices = ALONE, only: OnlyAt = None
 ) -> tuple[Anchors, Candidates]:
     """Fill in the defaults, hide the padding, and do once per row what can be done once.
 
     Of several devices the candidates of all are gathered, unless they stand in a ring. An anchor's only positive, if
     its place is known, stands on the same device.
     """
-    dtype, items = compute_dtype(batch.anchors), batch.members.label.shape
-    real, ones = (jnp.ones_like(batch.anchors, dtype=kind, shape=items) for kind in (jnp.bool_, dtype))
-    where = real if batch.members.where is None else batch.members.where
+    batch = batch.each_row()
+    dtype, members = compute_dtype(batch.anchors), batch.members
+    real, ones = (jnp.ones_like(batch.anchors, dtype=kind, shape=members.label.shape) for kind in (jnp.bool_, dtype))
+    where = real if members.where is None else members.where
     weights = jnp.where(where, ones if batch.weights is None else batch.weights.astype(dtype), 0)
     temperature = jnp.where(where, batch.temperature.astype(dtype), 1)
     temperature = jnp.where(temperature > 0, temperature, jnp.nan)
-    where, weights, temperature = (jnp.repeat(x, batch.views) for x in (where, weights, temperature))
-    members = batch.row_members
     rows = _visible(batch.anchors, members.where)
     if batch.candidates is None or batch.candidate_members is None:
         candidates, candidate_members = rows, members

@@ -1,35 +1,38 @@
 """Losses in which rows choose among each other, run on tiles that serve both of their sides."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ntxent_jax.batch import Anchors, Batch, Candidates, ready
+from ntxent_jax.batch import Batch, ready
 from ntxent_jax.devices import Devices
-from ntxent_jax.engine import SCORES, length, rows_per_block, spare_columns, sum_of_either, sum_over_rows
+from ntxent_jax.engine import SCORES, length, rows_per_block, spare_columns
 from ntxent_jax.formulas import Extras, Negatives, Only, Positives, Sums, Terms, pair_terms, terms_of
-from ntxent_jax.numerics import level_of, log_of_sum, masked_exp
-from ntxent_jax.pairs import Members, PairMasks, at_most_two_alike, only_negatives
-from ntxent_jax.ring import ring_sum
-from ntxent_jax.scores import Options, anchor_sum, weighted
+from ntxent_jax.numerics import exps, level_of, log_of_sum, masked_exp
+from ntxent_jax.pairs import Members, PairMasks, Place, at_most_two_alike, only_negatives
+from ntxent_jax.scores import Options, weighted
 from ntxent_jax.similarities import Rows, compare, has_range, score_range
 from ntxent_jax.two_sided import (
+    LARGEST,
+    SUM,
     Inputs,
-    Layout,
     Meet,
     Part,
     Steps,
+    Total,
     added_up,
     among_themselves,
     at_once,
     between,
-    in_order,
-    in_strides,
+    layout_of,
     passed_around,
     sum_both_ways,
+    with_positives,
 )
 
 # Rows of a tile, and how many such blocks are its columns. Smaller tiles make small, slow matrix products, larger
@@ -41,6 +44,11 @@ _ENTRIES = 1 << 19  # Of a tile whose rows are the user's choice.
 # A batch is a single tile if its scores are no more than these. Several positives of a row make more arrays of that
 # size: more than 32 MB in all, which Linux gives back after every step, made 1,280 rows four times as slow as 1,024.
 _WHOLE, _WHOLE_BY_LABEL = 2 * SCORES, SCORES
+
+
+MayHold = Callable[[Part], jax.Array] | bool
+Levels = tuple[jax.Array, ...]
+Entries = list[jax.Array | None]  # Of a tile, ``[b, w]``. The last ones may be None: nothing.
 
 
 class Met(NamedTuple):
@@ -60,7 +68,7 @@ class Numbers(NamedTuple):
 class Rest(NamedTuple):
     """What turns sums into a loss."""
 
-    numbers: Numbers
+    temperature: jax.Array
     weights: jax.Array
     where: jax.Array
     only: Only | None
@@ -95,122 +103,216 @@ def coupled_sum(batch: Batch, options: Options) -> tuple[jax.Array, jax.Array]:
     n, sets, whole = batch.anchors.shape[0], 1 if batch.candidates is None else 2, _is_whole(batch, options)
     # Of a symmetric tile no product with columns is needed.
     block, most = (n + (spare_columns(n) if sets == 2 else 0), 1) if whole else _cut(n, sets, options)
+    met, numbers, rest, moderate = _prepared(batch, options)
+    labels = met[0].members.label
+    # Sorted by label, only tiles near the diagonal can hold positives.
+    layout = layout_of(n, block, jnp.argsort(labels) if options.only is None and not whole else None)
+    weights, where, only = jax.tree.map(lambda x: jnp.tile(layout.cut(x), sets), rest[1:4])
+    cases = [_steps(each, common, whole, batch.extras) for each, common in _cases(options, whole)]
+    total, number = sum_both_ways(
+        cases,
+        _meet(block, -(-n // block), sets, most, options.devices, whole),
+        _case(len(cases), moderate, labels),
+        Inputs(met, layout, numbers, rest._replace(weights=weights, where=where, only=only)),
+    )
+    return total, weights * number
+
+
+def _prepared(batch: Batch, options: Options) -> tuple[tuple[Met, ...], Numbers, Rest, jax.Array]:
+    """What the loss depends on, and whether one level serves all rows."""
     anchors, candidates = ready(batch, options.similarity, options.devices, options.only)
-    both = (anchors.rows, anchors.members), (candidates.rows, candidates.members)
-    rows = tuple(Met(x, members._replace(where=anchors.where)) for x, members in both[:sets])
     temperature = jnp.where(batch.temperature > 0, batch.temperature, jnp.nan).astype(anchors.weights.dtype)
     level = level_of(*score_range(options.similarity, anchors.rows, candidates.rows, options.devices), temperature)
-    numbers = Numbers(temperature, level.middle)
-    weights, where, only = jax.tree.map(
-        lambda x: jnp.tile(x, sets), (anchors.weights / sets, anchors.where, anchors.only)
-    )
-    inputs = Inputs(rows, numbers, Rest(numbers, weights, where, only, candidates.extras))
-    run = partial(_sum, block=block, meet=_meet(-(-n // block), sets, most, options.devices, whole))
-    if whole and options.only is None:
-        # Several positives of a row ask for more work on all pairs. With two rows of each label there are none.
-        one, several = (partial(run, options=options._replace(only=only)) for only in ("somewhere", None))
-        total, number = sum_of_either(at_most_two_alike(anchors.members.label), one, several, (level.moderate, inputs))
-    else:
-        total, number = run((level.moderate, inputs), options=options)
-    return total, anchors.weights * number[:n]
+    both = [(anchors.rows, anchors.members), (candidates.rows, candidates.members)]
+    both = both[:1] if batch.candidates is None else both
+    sets = tuple(Met(x, members._replace(where=anchors.where)) for x, members in both)
+    rest = Rest(temperature, anchors.weights / len(sets), anchors.where, anchors.only, candidates.extras)
+    return sets, Numbers(temperature, level.middle), rest, level.moderate
 
 
-def _sum(inputs: tuple[jax.Array, Inputs], *, block: int, meet: Meet, options: Options) -> tuple[jax.Array, jax.Array]:
-    several, whole = options.only is None, length(inputs[1].rows[0]) <= block
-    steps = Steps(
-        partial(_sums_of_tile, options=options, smoothed=inputs[1].rest.extras.label_smoothing is not None),
+def _cases(options: Options, whole: bool) -> list[tuple[Options, bool]]:
+    """Options, and whether one level serves all rows, from the quickest case to that which fits any batch.
+
+    Several positives of a row ask for more work on all pairs of a single tile, or, in form ``pair``, for a visit more.
+    Without a common level the positive's score comes from the same product as all others: at a low temperature even
+    their rounding must agree, so that equal rows are equally likely.
+    """
+    if options.only is not None:
+        return [(options, True), (options._replace(only="somewhere"), False)]
+    if options.devices.ring or not (whole or options.form == "pair"):  # In a ring one device does not see all labels.
+        return [(options, True), (options, False)]
+    return [(options._replace(only="somewhere"), True), (options, True), (options, False)]
+
+
+def _case(cases: int, moderate: jax.Array, labels: jax.Array) -> jax.Array:
+    """The number of the case that a batch is."""
+    slow = jnp.where(moderate, cases - 2, cases - 1)
+    return slow if cases == 2 else jnp.where(moderate & at_most_two_alike(labels), 0, slow)
+
+
+def _steps(options: Options, common: bool, whole: bool, extras: Extras) -> Steps:
+    several, may_hold = options.only is None, _may_hold_positives(options, whole)
+    return Steps(
+        partial(_common_levels if common else partial(_own_levels, may_hold), options),
+        partial(_sums_of_tile, options=options, common=common, smoothed=extras.label_smoothing is not None),
         partial(_terms_of_tile, options=options) if several and options.form == "pair" else None,
-        several if whole or not several else _may_hold_positives,
+        may_hold,
         partial(_finish, options=options),
     )
-    layout = partial(_layout, block=block, by_label=several and not whole)
-    return sum_both_ways(steps, partial(_row_by_row, options=options), layout, meet, *inputs)
 
 
-def _meet(blocks: int, sets: int, most: int, devices: Devices, whole: bool) -> Meet:
+def _meet(block: int, blocks: int, sets: int, most: int, devices: Devices, whole: bool) -> Meet:
     """How blocks of each set of rows meet."""
     if whole:
-        return partial(at_once, sets=sets)
+        return at_once
     if devices.ring:
-        return partial(passed_around, sets=sets, most=most, devices=devices)
-    return partial(added_up, schedule=among_themselves(blocks, most) if sets == 1 else between(blocks, most))
+        return partial(passed_around, block=block, most=most, devices=devices)
+    schedule = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
+    return partial(added_up, schedule=schedule, block=block)
 
 
 def _cut(n: int, sets: int, options: Options) -> tuple[int, int]:
     """Rows of a tile and its blocks of columns at most, such that the last tiles are as full as the others."""
+    together = options.only.times if isinstance(options.only, Place) else 1  # Views of an item stand in one block.
     if options.block_size is not None:
         block = rows_per_block(n, n, options.block_size)
-        return block, max(1, _ENTRIES // block**2)
+        return block + -block % together, max(1, _ENTRIES // block**2)
     rows, width = _SHAPE_BY_LABEL if options.only is None else _SHAPE
     met = n / rows / (2 if sets == 1 else 1)  # Blocks that each block meets.
     parts = max(1, round(met / width))
     width = min(width, math.ceil(met / parts))
     blocks = parts * width if sets == 2 else 2 * parts * width - 1
-    return -(-n // blocks), width
+    block = -(-n // blocks)
+    return block + -block % together, width
 
 
-def _layout(rows: tuple[Met, ...], *, block: int, by_label: bool) -> Layout:
-    """Rows in runs of equal labels, so that only tiles near the diagonal can hold positives; as they are otherwise."""
-    if by_label:
-        return in_order(jnp.argsort(rows[0].members.label), block)
-    return in_strides(rows[0].members.label.shape[0], block, len(rows))
+def _may_hold_positives(options: Options, whole: bool) -> MayHold:
+    """Whether a tile may hold positives that are not known yet."""
+    if isinstance(options.only, Place):
+        return False
+    return True if whole else _labels_may_meet
 
 
-def _may_hold_positives(part: Part) -> jax.Array:
+def _labels_may_meet(part: Part) -> jax.Array:
     own, others = part.own.members.label, part.others.members.label
     return (jnp.min(own) <= jnp.max(others)) & (jnp.min(others) <= jnp.max(own))
+
+
+def _sums_positives(options: Options) -> bool:
+    """Whether a loss asks for the log-sum of each row's positives."""
+    return options.only is None and options.form != "pair"
 
 
 def _scores_and_masks(part: Part, options: Options, positives: bool) -> tuple[jax.Array, PairMasks]:
     own, others = part.own, part.others
     with jax.default_matmul_precision(options.precision):
         scores = compare(options.similarity, own.rows, others.rows)
-    rule = options.rule if positives or options.only is not None else only_negatives
+    rule = options.rule if positives or isinstance(options.only, Place) else only_negatives
     masks = rule(own.members, others.members)
     asked = part.rows[None, :] & own.members.where[:, None]
     return scores, PairMasks(masks.positive & asked, masks.negative & asked)
 
 
-def _both_sides(entries: jax.Array, part: Part) -> tuple[jax.Array, jax.Array]:
-    """Sums of a tile's entries for its rows and for its columns."""
-    return jnp.sum(entries, axis=1), jnp.where(part.columns, jnp.sum(entries, axis=0), 0)
+def _common_levels(options: Options, meet: Meet, sets: tuple[Met, ...], numbers: Numbers) -> tuple[Levels, ...]:
+    level = jnp.broadcast_to(numbers.middle, (length(sets[0]),))
+    return ((level, level) if _sums_positives(options) else (level,),) * len(sets)
+
+
+def _own_levels(
+    may_hold: MayHold, options: Options, meet: Meet, sets: tuple[Met, ...], numbers: Numbers
+) -> tuple[Levels, ...]:
+    """The largest score of each row's negatives, and of its positives; 0 where there are none."""
+
+    def largest(part: Part) -> tuple[Levels, Levels]:
+        def of_sides(positives: bool) -> tuple[Levels, Levels]:
+            scores, (positive, negative) = _scores_and_masks(part, options, positives)
+            scores = lax.stop_gradient(scores)
+            entries: Entries = [jnp.where(negative, scores, -jnp.inf)]
+            if _sums_positives(options):
+                entries += [jnp.where(positive, scores, -jnp.inf) if positives else None]
+            return _both_sides(part, entries, entries, LARGEST)
+
+        return with_positives(may_hold, part, of_sides)
+
+    levels, *_ = meet(largest, sets, total=LARGEST)
+    found: tuple[Levels, ...] = jax.tree.map(lambda level: jnp.where(level != -jnp.inf, level, 0), levels)
+    return found
 
 
 def _sums_of_tile(
-    part: Part, numbers: Numbers, positives: bool, *, options: Options, smoothed: bool
+    part: Part,
+    of_rows: Levels,
+    of_columns: Levels,
+    numbers: Numbers,
+    positives: bool,
+    *,
+    options: Options,
+    common: bool,
+    smoothed: bool,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Sums over negatives, then over positives, of what the form asks for: see :func:`_finish`."""
-    scores, masks = _scores_and_masks(part, options, positives)
-    logits = (scores - numbers.middle) / numbers.temperature
-    entries = [masked_exp(logits, masks.negative)]
-    if smoothed:
-        entries += [masks.negative.astype(scores.dtype), jnp.where(masks.negative, scores, 0)]
-    if options.only == "somewhere":
-        entries += [jnp.where(masks.positive, scores, 0), masks.positive.astype(scores.dtype)]
-    elif options.only is None and options.form != "pair":
-        below = jnp.where(masks.positive, numbers.middle - scores, 0)
-        several = [masked_exp(logits, masks.positive), masks.positive.astype(scores.dtype), below]
-        entries += several if positives else [jnp.zeros_like(scores[:1, :1])] * 3
-    shape = scores.shape
-    rows, columns = zip(*(_both_sides(jnp.broadcast_to(x, shape), part) for x in entries), strict=True)
-    return rows, columns
+    scores, (positive, negative) = _scores_and_masks(part, options, positives)
+
+    def exponentials(mask: jax.Array, level: jax.Array) -> jax.Array:
+        if common:  # Finite everywhere.
+            return masked_exp((scores - level) / numbers.temperature, mask)
+        return exps(scores, mask & (scores != -jnp.inf), level, numbers.temperature)
+
+    def entries(*levels: jax.Array) -> Entries:
+        result: Entries = [exponentials(negative, levels[0])]
+        if smoothed:
+            result += [negative.astype(scores.dtype), jnp.where(negative, scores, 0)]
+        if options.only == "somewhere":
+            result += [jnp.where(positive, scores, 0), positive.astype(scores.dtype)] if positives else [None] * 2
+        elif _sums_positives(options) and positives:
+            below = jnp.where(positive, levels[1] - scores, 0)
+            result += [exponentials(positive, levels[1]), positive.astype(scores.dtype), below]
+        elif _sums_positives(options):
+            result += [None] * 3
+        return result
+
+    if common:
+        of_both = entries(*(numbers.middle for _ in of_rows))
+        return _both_sides(part, of_both, of_both)
+    return _both_sides(part, entries(*(x[:, None] for x in of_rows)), entries(*(x[None, :] for x in of_columns)))
+
+
+def _both_sides(part: Part, of_rows: Entries, of_columns: Entries, total: Total = SUM) -> tuple[Levels, Levels]:
+    """Totals of a tile's entries for its rows and for its columns; those of None are of nothing."""
+
+    def along(axis: int, entries: Entries) -> Levels:
+        known = [total.reduce(x, axis) for x in entries if x is not None]
+        nothing = jnp.full_like(known[0], total.start)
+        return *known, *[nothing] * (len(entries) - len(known))
+
+    return along(1, of_rows), tuple(jnp.where(part.columns, x, total.start) for x in along(0, of_columns))
 
 
 def _terms_of_tile(
-    part: Part, numbers: Numbers, own: tuple[jax.Array], others: tuple[jax.Array], *, options: Options
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    part: Part,
+    of_rows: Levels,
+    of_columns: Levels,
+    numbers: Numbers,
+    rows: tuple[jax.Array],
+    columns: tuple[jax.Array],
+    *,
+    options: Options,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Terms of form ``pair`` and how many, given the sums over all negatives."""
     scores, (positive, _) = _scores_and_masks(part, options, True)
 
-    def terms(sums: tuple[jax.Array], axis: int) -> jax.Array:
-        negatives = log_of_sum(jnp.broadcast_to(numbers.middle, sums[0].shape), sums[0])
-        return pair_terms(scores, positive, negatives, jnp.broadcast_to(numbers.temperature, sums[0].shape), axis)
+    def terms(level: Levels, total: tuple[jax.Array], axis: int) -> jax.Array:
+        negatives = log_of_sum(level[0], total[0])
+        return pair_terms(scores, positive, negatives, jnp.broadcast_to(numbers.temperature, total[0].shape), axis)
 
-    number = _both_sides(positive.astype(scores.dtype), part)
-    return (terms(own, 1), number[0]), (jnp.where(part.columns, terms(others, 0), 0), number[1])
+    number: Entries = [positive.astype(scores.dtype)]
+    (number_of_rows,), (number_of_columns,) = _both_sides(part, number, number)
+    of_columns_too = jnp.where(part.columns, terms(of_columns, columns, 0), 0)
+    return (terms(of_rows, rows, 1), number_of_rows), (of_columns_too, number_of_columns)
 
 
 def _finish(
+    levels_of_sets: tuple[Levels, ...],
     sums_of_sets: tuple[tuple[jax.Array, ...], ...],
     terms_of_sets: tuple[tuple[jax.Array, jax.Array] | None, ...],
     rest: Rest,
@@ -218,37 +320,17 @@ def _finish(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of all weighted terms, and the number that each row adds to the count."""
-    sums, terms = (jax.tree.map(lambda *x: jnp.concatenate(x), *sets) for sets in (sums_of_sets, terms_of_sets))
-    shape, form = sums[0].shape, options.form
-    temperature, middle = (jnp.broadcast_to(x, shape) for x in rest.numbers)
-    negatives, positives = log_of_sum(middle, sums[0]), None
-    only = Only(sums[-2], sums[-1] > 0) if options.only == "somewhere" else rest.only
-    if only is not None:
-        known = Negatives(negatives, *(sums[1:] if rest.extras.label_smoothing is not None else (sums[0], sums[0])))
-    else:
-        known = Negatives(negatives, sums[0], sums[0])
-        positives = None if terms is not None else Positives(log_of_sum(middle, sums[1]), sums[2], sums[3])
+    known = zip(levels_of_sets, sums_of_sets, terms_of_sets, strict=True)
+    levels, sums, terms = jax.tree.map(lambda *x: jnp.concatenate(x), *known)
+    temperature, weights, where, only, extras = rest
+    temperature = jnp.broadcast_to(temperature, where.shape)
+    smoothed, positives = extras.label_smoothing is not None, None
+    negatives = Negatives(log_of_sum(levels[0], sums[0]), *(sums[1:3] if smoothed else (sums[0], sums[0])))
+    if options.only == "somewhere":
+        only = Only(sums[-2], sums[-1] > 0)
+    if _sums_positives(options):
+        positives = Positives(log_of_sum(levels[1], sums[1]), sums[2], sums[3])
     pairs = None if terms is None else Terms(*terms)
-    result = terms_of(Sums(known, positives, only), pairs, temperature, -1 / temperature, form, rest.extras)
-    result = weighted(result, rest.weights, rest.where, options.reduction)
+    result = terms_of(Sums(negatives, positives, only), pairs, temperature, -1 / temperature, options.form, extras)
+    result = weighted(result, weights, where, options.reduction)
     return jnp.sum(result.total), result.number
-
-
-def _row_by_row(inputs: Inputs, *, options: Options) -> tuple[jax.Array, jax.Array]:
-    """The same loss for scores of any size: every row against its candidates, one direction after the other."""
-    rows, numbers, rest = inputs
-    total, counts = jnp.zeros_like(numbers.temperature), list[jax.Array]()
-    n = length(rows[0])
-    for i, (own, others) in enumerate(zip(rows, reversed(rows), strict=True)):
-        where, temperature = own.members.where, jnp.broadcast_to(numbers.temperature, (n,))
-        weights, only = jax.tree.map(lambda x, i=i: x[i * n : (i + 1) * n], (rest.weights, rest.only))
-        anchors = Anchors(own.rows, own.members, where, temperature, weights, None, None, None, None, only=only)
-        candidates = Candidates(others.rows, others.members, None, None, None, None, None, rest.extras)
-        with jax.default_matmul_precision(options.precision):
-            if options.devices.ring:
-                more, count = ring_sum(anchors, candidates, options)
-            else:
-                block = rows_per_block(n, n, options.block_size or max(1, SCORES // n))  # Little memory, rarely used.
-                more, count = sum_over_rows(partial(anchor_sum, options=options), anchors, candidates, block)
-        total, counts = total + more, [*counts, count]
-    return total, jnp.concatenate(counts)

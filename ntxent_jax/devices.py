@@ -118,7 +118,9 @@ def alike(tree: Tree) -> Tree:
     ``jax.shard_map`` with ``check_vma`` tells them apart from arrays that are the same everywhere, and asks loops and
     derivative rules not to mix the two.
     """
-    mark = sum(jnp.zeros_like(x, shape=(), dtype=jnp.int8) for x in jax.tree.leaves(tree))
+    if is_alike(tree):
+        return tree
+    mark = sum(_marks(tree))
 
     def marked(x: jax.Array) -> jax.Array:
         return x ^ (mark != 0) if x.dtype == jnp.bool_ else x + jnp.asarray(mark, x.dtype)
@@ -128,9 +130,13 @@ def alike(tree: Tree) -> Tree:
 
 
 def is_alike(tree: Any) -> bool:
-    """Whether all arrays of a tree are of that type."""
-    alone, together = jax.tree.map(alike, tree), alike(tree)
-    return bool(jax.tree.map(jax.typeof, alone) == jax.tree.map(jax.typeof, together))
+    """Whether all arrays of a tree are of one type in this regard."""
+    return len({jax.typeof(mark) for mark in _marks(tree)}) <= 1
+
+
+def _marks(tree: Any) -> list[jax.Array]:
+    """Zeros that differ from device to device, as far as their types go, if the arrays of a tree do."""
+    return [jnp.zeros_like(x, shape=(), dtype=jnp.int8) for x in jax.tree.leaves(tree)]
 
 
 def split_of(x: ArrayLike, axes: int | None = None) -> PartitionSpec:

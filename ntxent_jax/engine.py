@@ -9,7 +9,7 @@ part of the sum and the derivative of that part come out of one visit, and no ar
 
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from ntxent_jax.devices import is_alike
 from ntxent_jax.numerics import compute_dtype
 
 Tree = Any
-T = TypeVar("T")
 Moving = list[list[bool]]
 SumFunction = Callable[..., tuple[jax.Array, Tree]]
 MapFunction = Callable[..., Tree]
@@ -123,27 +122,6 @@ def with_derivative(
 
     function.defjvp(rule, symbolic_zeros=True)
     return function
-
-
-def sum_of_either(flag: jax.Array, one: SumFunction, other: SumFunction, inputs: Tree) -> tuple[jax.Array, Tree]:
-    """``one(inputs)`` if the flag is True, else ``other(inputs)``: the other costs nothing, nor does its derivative.
-
-    Each returns a scalar and rows that have no derivative.
-    """
-
-    def run(flag: jax.Array, inputs: Tree) -> tuple[jax.Array, Tree]:
-        return either(flag, one, other, inputs)
-
-    def with_gradient(moving: Moving, flag: jax.Array, inputs: Tree) -> tuple[jax.Array, Tree, list[jax.Array]]:
-        return either(flag, value_and_gradient(one, moving[1]), value_and_gradient(other, moving[1]), inputs)
-
-    return with_derivative(run, with_gradient)(flag, inputs)
-
-
-def either(flag: jax.Array, one: Callable[[Tree], T], other: Callable[[Tree], T], inputs: Tree) -> T:
-    """``lax.cond`` with a type."""
-    result: T = lax.cond(flag, one, other, inputs)
-    return result
 
 
 def value_and_gradient(f: SumFunction, which: list[bool]) -> Callable[[Tree], tuple[jax.Array, Tree, list[jax.Array]]]:

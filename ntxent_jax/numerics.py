@@ -117,13 +117,14 @@ def masked_log_sum(
     if factors is not None:
         left, right, precision = factors
         return log_of_sum(maximum, _sums_of_exp(left, right, mask, maximum, temperature, precision))
-    return log_of_sum(maximum, jnp.sum(_exps(scores, mask, maximum, temperature), axis=1))
+    return log_of_sum(maximum, jnp.sum(exps(scores, mask, maximum[:, None], temperature[:, None]), axis=1))
 
 
-def _exps(scores: jax.Array, mask: jax.Array, maximum: jax.Array, temperature: jax.Array) -> jax.Array:
+def exps(scores: jax.Array, mask: jax.Array, maximum: jax.Array, temperature: jax.Array) -> jax.Array:
+    """``exp((scores - maximum) / temperature)``, exactly 0 and with gradient 0 where ``mask`` is False."""
     # The flags are 0 where they are chosen. JAX would take a constant 0 out of loops, as an array that each pass reads.
-    shifted = jnp.where(mask, scores - maximum[:, None], mask.astype(scores.dtype))
-    return masked_exp(shifted / temperature[:, None], mask)
+    shifted = jnp.where(mask, scores - maximum, mask.astype(scores.dtype))
+    return masked_exp(shifted / temperature, mask)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(5,))
@@ -140,21 +141,22 @@ def _sums_of_exp(
     JAX would scale the ``[n, m]`` exponentials by the derivative of each row's sum before it multiplies them with rows
     of ``right``. Here the rows of the product are scaled, ``[n, d]``. The maximum is a constant.
     """
-    return jnp.sum(_exps(products(left, right, precision), mask, maximum, temperature), axis=1)
+    scores = products(left, right, precision)
+    return jnp.sum(exps(scores, mask, maximum[:, None], temperature[:, None]), axis=1)
 
 
 @partial(_sums_of_exp.defjvp, symbolic_zeros=True)
 def _sums_of_exp_jvp(precision: str | None, primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> Any:
     left, right, mask, maximum, temperature = primals
     of_left, of_right, _, _, of_temperature = tangents
-    exps = _exps(products(left, right, precision), mask, maximum, temperature)
-    total = jnp.sum(exps, axis=1)
-    weighted = jnp.matmul(exps, right, precision=precision)
+    entries = exps(products(left, right, precision), mask, maximum[:, None], temperature[:, None])
+    total = jnp.sum(entries, axis=1)
+    weighted = jnp.matmul(entries, right, precision=precision)
     moved = jnp.zeros_like(total)
     if not isinstance(of_left, SymbolicZero):
         moved += jnp.sum(weighted * of_left, axis=1)
     if not isinstance(of_right, SymbolicZero):
-        moved += jnp.sum(left * jnp.matmul(exps, of_right, precision=precision), axis=1)
+        moved += jnp.sum(left * jnp.matmul(entries, of_right, precision=precision), axis=1)
     if not isinstance(of_temperature, SymbolicZero):
         moved -= (jnp.sum(weighted * left, axis=1) - maximum * total) * of_temperature / temperature
     return total, moved / temperature
@@ -254,3 +256,9 @@ def inverse_norm(x: jax.Array) -> jax.Array:
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     some = square != 0
     return jnp.where(some, 1 / jnp.sqrt(jnp.where(some, square, 1)), 0)
+
+
+def unit_rows(x: jax.Array) -> jax.Array:
+    """Rows ``[..., d]`` at unit length, at any scale; a zero row stays, with gradient 0."""
+    scaled = x * power_of_two_scale(x)
+    return scaled * inverse_norm(scaled)

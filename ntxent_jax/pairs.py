@@ -5,7 +5,7 @@ them for one block at a time. Two rules cover all losses: :func:`by_label` and :
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,10 @@ class Place(NamedTuple):
     among: Callable[[Members], jax.Array]
     couples: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     times: int
+
+
+# Where the only positive of an anchor stands; None where there may be several.
+OnlyAt = Place | Literal["somewhere"] | None
 
 
 def _own_position(anchors: Members) -> jax.Array:

@@ -10,7 +10,7 @@ from ntxent_jax.batch import Anchors, Candidates
 from ntxent_jax.devices import ALONE, Devices
 from ntxent_jax.formulas import Form, Only, Terms, Tile, row_terms
 from ntxent_jax.numerics import divide_or_zero, divide_scores, picked
-from ntxent_jax.pairs import PairMasks, Place, Rule
+from ntxent_jax.pairs import OnlyAt, PairMasks, Place, Rule
 from ntxent_jax.similarities import Similarity, compare, compare_own, factors_of
 
 Reduction = Literal["mean", "anchor_mean", "sum", "none"]
@@ -34,7 +34,7 @@ class Options(NamedTuple):
     rule: Rule
     similarity: Similarity
     form: Form = "pair"
-    only: Place | Literal["somewhere"] | None = None
+    only: OnlyAt = None
     relative_margin: bool = False
     reduction: Reduction = "mean"
     block_size: int | None = None

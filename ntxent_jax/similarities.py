@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from ntxent_jax import checks
 from ntxent_jax.devices import ALONE, Devices
-from ntxent_jax.numerics import Factors, compute_dtype, inverse_norm, power_of_two_scale, products
+from ntxent_jax.numerics import Factors, compute_dtype, inverse_norm, power_of_two_scale, products, unit_rows
 
 Similarity = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -162,8 +162,7 @@ def l2_normalize(x: ArrayLike, axis: int = -1) -> jax.Array:
     """
     array = checks.floating("x", x)
     exact = jnp.moveaxis(array.astype(compute_dtype(array)), axis, -1)
-    scaled = exact * power_of_two_scale(exact)
-    return jnp.moveaxis(scaled * inverse_norm(scaled), -1, axis).astype(array.dtype)
+    return jnp.moveaxis(unit_rows(exact), -1, axis).astype(array.dtype)
 
 
 def is_builtin(similarity: Similarity) -> bool:
@@ -251,9 +250,9 @@ def _evaluate(similarity: Similarity, x: ArrayLike, y: ArrayLike) -> jax.Array:
 
 def _unit_rows(x: jax.Array) -> Rows:
     exact = x.astype(compute_dtype(x))
-    scaled = exact * power_of_two_scale(exact)
     if x.dtype == exact.dtype:
-        return Rows(scaled * inverse_norm(scaled))
+        return Rows(unit_rows(exact))
+    scaled = exact * power_of_two_scale(exact)
     # Half-precision rows are multiplied as they are, which a fast matrix unit does exactly. Normalised first, they
     # would be rounded to that unit's precision: an error of 1e-3 in the cosine.
     return Rows(scaled, inverse_norm(scaled)[:, 0])

@@ -7,12 +7,14 @@ derivatives: the sums are sums over tiles, so their derivative is one too. That 
 rows among themselves, where blocks of whole rows need ``6 n n d``, and 8 instead of 12 for two sets of rows. A small
 batch is a single tile, whose scores are still there at the second visit.
 
-To be sums, exponentials need a common level instead of each row's maximum. Whether they have one is known beforehand
-(:class:`ntxent_jax.numerics.Level`); if not, another function takes over.
+To be sums, exponentials need a level that is known beforehand. Mostly one serves all rows
+(:class:`ntxent_jax.numerics.Level`), and one exponential both sides of a tile; if none does, a visit more finds the
+maximum of each row.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -25,12 +27,8 @@ from ntxent_jax.engine import (
     Moving,
     Tree,
     chosen,
-    either,
     inner_product,
-    join,
     length,
-    split,
-    value_and_gradient,
     with_derivative,
 )
 
@@ -71,11 +69,30 @@ class Part(NamedTuple):
     columns: jax.Array
 
 
-class Meet(Protocol):
-    """Lets every two rows meet that should."""
+class Total(NamedTuple):
+    """How what is found on several tiles becomes one.
 
-    def __call__(self, f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False) -> tuple[Tree, ...]:
-        """What ``f`` returns for the sides of each tile, added up for rows in blocks, and the sums of the rest.
+    Attributes:
+        combine: Of two.
+        reduce: Of all entries of a tile along an axis.
+        start: Of none.
+    """
+
+    combine: Callable[[jax.Array, jax.Array], jax.Array]
+    reduce: Callable[[jax.Array, int], jax.Array]
+    start: float
+
+
+SUM, LARGEST = Total(jnp.add, jnp.sum, 0), Total(jnp.maximum, jnp.max, -jnp.inf)
+
+
+class Meet(Protocol):
+    """Lets the rows of one set meet each other, or those of two sets the rows of the other."""
+
+    def __call__(
+        self, f: Callable[[Part], Sides], sets: tuple[Tree, ...], *, total: Total = SUM, moved: bool = False
+    ) -> tuple[tuple[Tree, ...], ...]:
+        """The totals of what ``f`` returns for the sides of each tile, for the rows of each set, and sums of the rest.
 
         ``moved`` says that ``f`` returns derivatives by these rows.
         """
@@ -86,75 +103,71 @@ class Steps(NamedTuple):
     """What is computed on each tile, for its rows and for its columns, and of what results.
 
     Attributes:
-        first: ``(part, numbers, positives) -> (sums of rows, sums of columns)``; ``positives`` says whether the tile
-            may hold any.
-        second: ``(part, numbers, sums of rows, sums of columns) -> (terms of rows, terms of columns)`` on tiles that
-            may hold positives, if a loss is not a function of sums alone. The sums must be a single array then.
+        levels: ``(meet, sets, numbers) -> levels`` of the rows of each set, constants for differentiation.
+        first: ``(part, levels of rows, levels of columns, numbers, positives) -> (sums of rows, sums of columns)``;
+            ``positives`` says whether the tile may hold any.
+        second: ``(part, levels of rows, levels of columns, numbers, sums of rows, sums of columns) -> (terms of rows,
+            terms of columns)`` on tiles that may hold positives, if a loss is not a function of sums alone. The sums
+            must be a single array then.
         may_hold: ``part -> boolean`` scalar: whether a tile may hold positives, or what is true for all of them.
-        finish: ``(sums, terms, rest) -> (loss, rows)`` with the sums and terms of each set; the rows have no
+        finish: ``(levels, sums, terms, rest) -> (loss, rows)`` with what is known of each set; the rows have no
             derivative.
     """
 
+    levels: Callable[[Meet, tuple[Tree, ...], Tree], tuple[Tree, ...]]
     first: Callable[..., Sides]
     second: Callable[..., Sides] | None
     may_hold: Callable[[Part], jax.Array] | bool
-    finish: Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
+    finish: Callable[..., tuple[jax.Array, Tree]]
 
 
 class Layout(NamedTuple):
-    """How sets of rows are cut into blocks ``[k, b, ...]``, and how they are put together again.
+    """Where the rows of a set stand while they meet, in whole blocks.
 
-    Copies of rows fill the last blocks; flags ``[n]`` are False there.
+    Attributes:
+        real: Boolean, shape ``[m]``. False for copies, which fill the last block.
+        places: Which of the ``n`` rows stands there, shape ``[m]``. None: they stand as they came.
+        back: Where each row stands, shape ``[n]``, or None.
     """
 
-    block: Callable[[tuple[Tree, ...]], Tree]
-    unblock: Callable[[Tree], tuple[Tree, ...]]
+    real: jax.Array
+    places: jax.Array | None
+    back: jax.Array | None
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """Rows in blocks; flags of copies are False."""
+        n, m = x.shape[0], self.real.shape[0]
+        if self.places is not None:
+            x = x[self.places]
+        elif m > n:
+            x = jnp.concatenate([x, x[2 * n - m :]])
+        return x & self.real if x.dtype == jnp.bool_ else x
+
+    def mend(self, x: jax.Array, n: int) -> jax.Array:
+        """The rows as they came."""
+        return x[:n] if self.back is None else x[self.back]
 
 
-def in_strides(n: int, block: int, sets: int) -> Layout:
-    """Blocks of ``n`` rows of each set, as the engine of row blocks cuts them, one set behind the other."""
-
-    def cut(rows: tuple[Tree, ...]) -> Tree:
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *(_without_filler(*split(one, block)) for one in rows))
-
-    def mend(blocks: Tree) -> tuple[Tree, ...]:
-        width = -(-n // block)
-        return tuple(join(jax.tree.map(lambda x, i=i: x[i * width : (i + 1) * width], blocks), n) for i in range(sets))
-
-    return Layout(cut, mend)
-
-
-def in_order(order: jax.Array, block: int) -> Layout:
-    """Blocks of one set of rows in an order, each a run of it."""
-    n = order.shape[0]
-    number = -(-n // block)
-    places = jnp.concatenate([order, order[: number * block - n]]).reshape(number, block)
-    real = jnp.less(jnp.arange(number * block), n).reshape(number, block)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(n, dtype=order.dtype))
-
-    def cut(rows: tuple[Tree, ...]) -> Tree:
-        return _without_filler(jax.tree.map(lambda x: x[places], rows[0]), real)
-
-    def mend(blocks: Tree) -> tuple[Tree, ...]:
-        return (jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[back], blocks),)
-
-    return Layout(cut, mend)
-
-
-def _without_filler(blocks: Tree, real: jax.Array) -> Tree:
-    return jax.tree.map(lambda x: x & real if x.dtype == jnp.bool_ else x, blocks)
+def layout_of(n: int, block: int, order: jax.Array | None) -> Layout:
+    """``n`` rows in whole blocks, in an order or as they are. Copies of the last rows fill the last block."""
+    plain = Layout(jnp.less(jnp.arange(n + -n % block), n), None, None)
+    if order is None:
+        return plain
+    return plain._replace(places=plain.cut(order), back=jnp.zeros_like(order).at[order].set(jnp.arange(n)))
 
 
 class Inputs(NamedTuple):
     """What the loss depends on.
 
     Attributes:
-        rows: One or two sets of rows, each a pytree whose arrays start with the rows' axis.
+        sets: Rows that meet each other, or two sets that meet, each a pytree whose arrays start with the rows' axis.
+        layout: Of each set.
         numbers: What all tiles share.
-        rest: What ``finish`` needs beside the sums.
+        rest: What ``finish`` needs beside the sums, that of rows as they are laid out.
     """
 
-    rows: tuple[Tree, ...]
+    sets: tuple[Tree, ...]
+    layout: Layout
     numbers: Tree
     rest: Tree
 
@@ -168,10 +181,10 @@ def among_themselves(blocks: int, most: int) -> Schedule:
 
 
 def between(blocks: int, most: int) -> Schedule:
-    """Each of the first ``blocks`` meets each of as many that stand behind them, at most ``most`` at a time."""
+    """Each block of one set meets each of as many of another, at most ``most`` at a time."""
     own, part, size = _parts(blocks, blocks, most)
     met = part[:, None] * size + np.arange(size) < blocks
-    return Schedule(own, blocks + part * size, met, met)
+    return Schedule(own, part * size, met, met)
 
 
 def _parts(blocks: int, met: int, most: int) -> tuple[Numbers, Numbers, int]:
@@ -181,40 +194,38 @@ def _parts(blocks: int, met: int, most: int) -> tuple[Numbers, Numbers, int]:
     return own, part, -(-met // parts)
 
 
-def sum_both_ways(
-    steps: Steps,
-    otherwise: Callable[[Inputs], tuple[jax.Array, Tree]],
-    layout: Callable[[Tree], Layout],
-    meet: Meet,
-    moderate: jax.Array,
-    inputs: Inputs,
-) -> tuple[jax.Array, Tree]:
-    """Loss of rows that meet as a schedule says, and rows that come with it.
+def sum_both_ways(cases: Sequence[Steps], meet: Meet, case: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree]:
+    """Loss of rows that meet, and rows that come with it.
 
     Args:
-        steps: What is computed.
-        otherwise: The same without steps, for scores that are not moderate.
-        layout: From the rows to the way they are cut.
-        meet: How all blocks meet.
-        moderate: Boolean, scalar.
+        cases: What may be computed.
+        meet: How all rows meet.
+        case: Integer, scalar. Which of the cases it is.
         inputs: What all of these see.
     """
 
-    def visited(inputs: Inputs) -> tuple[jax.Array, Tree]:
-        block, unblock = layout(inputs.rows)
-        sums, terms, _ = _sums_and_terms(steps, meet, block(inputs.rows), inputs.numbers)
-        return steps.finish(unblock(sums), unblock(terms), inputs.rest)
+    def laid_out(inputs: Inputs) -> Inputs:
+        return inputs._replace(sets=jax.tree.map(inputs.layout.cut, inputs.sets))
 
-    def run(moderate: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree]:
-        return either(moderate, visited, otherwise, inputs)
+    def visited(steps: Steps) -> Callable[[Inputs], tuple[jax.Array, Tree]]:
+        def result(inputs: Inputs) -> tuple[jax.Array, Tree]:
+            levels, sums, terms, _ = _sums_and_terms(steps, meet, inputs.sets, inputs.numbers)
+            return steps.finish(levels, sums, terms, inputs.rest)
 
-    def with_gradient(moving: Moving, moderate: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
-        def visited_twice(inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
-            return _value_and_gradient(steps, layout(inputs.rows), meet, moving[1], inputs)
+        return result
 
-        return either(moderate, visited_twice, value_and_gradient(otherwise, moving[1]), inputs)
+    def run(case: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree]:
+        result: tuple[jax.Array, Tree] = lax.switch(case, [visited(steps) for steps in cases], laid_out(inputs))
+        return result
 
-    return with_derivative(run, with_gradient)(moderate, inputs)
+    def with_gradient(moving: Moving, case: jax.Array, inputs: Inputs) -> tuple[jax.Array, Tree, list[jax.Array]]:
+        ways = [partial(_value_and_gradient, steps, meet, moving[1]) for steps in cases]
+        value, rows, gradient = lax.switch(case, ways, laid_out(inputs))
+        of_sets = sum(_each(inputs, moving[1])[0])
+        by_sets = [inputs.layout.mend(x, length(inputs.sets[0])) for x in gradient[:of_sets]]
+        return value, rows, [*by_sets, *gradient[of_sets:]]
+
+    return with_derivative(run, with_gradient)(case, inputs)
 
 
 def _each(parts: tuple[Tree, ...], moving: list[bool]) -> list[list[bool]]:
@@ -223,161 +234,189 @@ def _each(parts: tuple[Tree, ...], moving: list[bool]) -> list[list[bool]]:
     return [[next(flags) for _ in jax.tree.leaves(part)] for part in parts]
 
 
-def _sums_and_terms(steps: Steps, meet: Meet, rows: Tree, numbers: Tree) -> tuple[Tree, Tree, Tree]:
-    """Sums, terms, and the derivative of each row's terms by its sum, in blocks as the rows are."""
+def _sums_and_terms(steps: Steps, meet: Meet, sets: tuple[Tree, ...], numbers: Tree) -> tuple[tuple[Tree, ...], ...]:
+    """Of the rows of each set the levels, sums, terms, and the derivative of the terms by the sum."""
+    levels = steps.levels(meet, sets, numbers)
 
     def first(part: Part) -> Sides:
-        return _with_positives(steps, part, lambda positives: steps.first(part, numbers, positives))
+        part, (levels,), (other_levels,) = _opened(part)
+        known = part, levels, other_levels, numbers
+        return with_positives(steps.may_hold, part, lambda positives: steps.first(*known, positives))
 
-    sums, *_ = meet(first, rows)
+    sums, *_ = meet(first, _beside(sets, levels))
     terms_of = steps.second
     if terms_of is None:
-        return sums, None, None
+        return levels, sums, (None,) * len(sets), (None,) * len(sets)
 
     def second(part: Part) -> Sides:
-        (own, own_sums), (others, other_sums) = part.own, part.others
-        part, known = part._replace(own=own, others=others), (own_sums, other_sums)
+        part, (levels, sums), (other_levels, other_sums) = _opened(part)
+        known, totals = (part, levels, other_levels, numbers), (sums, other_sums)
 
         def terms_and_slopes(positives: bool) -> Sides:
-            ones = jax.tree.map(jnp.ones_like, known)
-            terms, slopes = jax.jvp(lambda *sums: terms_of(part, numbers, *sums), known, ones)
-            sides = (terms[0], slopes[0]), (terms[1], slopes[1])
+            terms, slopes = jax.jvp(partial(terms_of, *known), totals, jax.tree.map(jnp.ones_like, totals))
+            sides = _beside(terms, slopes)
             return sides if positives else jax.tree.map(jnp.zeros_like, sides)
 
-        return _with_positives(steps, part, terms_and_slopes)
+        return with_positives(steps.may_hold, part, terms_and_slopes)
 
-    (terms, slopes), *_ = meet(second, (rows, sums))
-    return sums, terms, slopes
+    found, *_ = meet(second, _beside(sets, levels, sums))
+    terms, slopes = zip(*found, strict=True)
+    return levels, sums, terms, slopes
+
+
+def _beside(*several: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """What is known of the rows of each set, together."""
+    return tuple(zip(*several, strict=True))
+
+
+def _opened(part: Part) -> tuple[Part, tuple[Tree, ...], tuple[Tree, ...]]:
+    """A tile of rows only, and what came with those of each side."""
+    (own, *of_own), (others, *of_others) = part.own, part.others
+    return part._replace(own=own, others=others), tuple(of_own), tuple(of_others)
 
 
 def _value_and_gradient(
-    steps: Steps, layout: Layout, meet: Meet, moving: list[bool], inputs: Inputs
+    steps: Steps, meet: Meet, moving: list[bool], inputs: Inputs
 ) -> tuple[jax.Array, Tree, list[jax.Array]]:
-    rows, unblock = layout.block(inputs.rows), layout.unblock
-    sums, terms, slopes = _sums_and_terms(steps, meet, rows, inputs.numbers)
-    of_inputs, of_numbers, of_rest = _each(inputs, moving)
-    of_sets = _each(inputs.rows, of_inputs)
-    of_rows = [any(flags) for flags in zip(*of_sets, strict=True)]
+    of_rows, _, of_numbers, of_rest = _each(inputs, moving)
+    of_sets = _each(inputs.sets, of_rows)
+    levels, sums, terms, slopes = _sums_and_terms(steps, meet, inputs.sets, inputs.numbers)
     rest, with_rest = chosen(inputs.rest, of_rest)
 
     def finish(sums: Tree, terms: Tree, x: list[jax.Array]) -> tuple[jax.Array, Tree]:
-        return steps.finish(unblock(sums), unblock(terms), with_rest(x))
+        return steps.finish(levels, sums, terms, with_rest(x))
 
     value, pull_back, others = jax.vjp(finish, sums, terms, rest, has_aux=True)
     by_sums, by_terms, by_rest = pull_back(jnp.ones_like(value))
     if steps.second is not None:  # The terms depend on the sums, each row's on its own.
-        more = sum(jax.tree.leaves(jax.tree.map(jnp.multiply, by_terms, slopes)))
-        by_sums = jax.tree.map(lambda x: x + more, by_sums)
+        by_sums = tuple(
+            jax.tree.map(lambda x, more=more: x + more, x)
+            for x, *pair in zip(by_sums, by_terms, slopes, strict=True)
+            for more in [sum(jax.tree.leaves(jax.tree.map(jnp.multiply, *pair)))]
+        )
     numbers, with_numbers = chosen(inputs.numbers, of_numbers)
 
     def gradient(part: Part) -> Sides:
-        (own, *of_own), (others, *of_others) = part.own, part.others
-        (x, with_x), (y, with_y) = chosen(own, of_rows), chosen(others, of_rows)
+        part, of_own, of_others = _opened(part)
+        (x, with_x), (y, with_y) = chosen(part.own, of_sets[0]), chosen(part.others, of_sets[-1])
 
         def moved(x: list[jax.Array], y: list[jax.Array], z: list[jax.Array], positives: bool) -> jax.Array:
             moving_part = part._replace(own=with_x(x), others=with_y(y))
             return _moved(steps, moving_part, with_numbers(z), of_own, of_others, positives)
 
-        part = part._replace(own=own, others=others)
-        return _with_positives(steps, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives))
+        return with_positives(
+            steps.may_hold, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives)
+        )
 
-    by_blocks, by_numbers = meet(gradient, (rows, sums, by_sums, by_terms), moved=True)
-    by_sets = [
-        x
-        for flags, gradient in zip(of_sets, unblock(by_blocks), strict=True)
-        for x, wanted in zip(gradient, itertools.compress(flags, of_rows), strict=True)
-        if wanted
-    ]
-    return value, others, [*by_sets, *by_numbers, *by_rest]
+    by_sets, by_numbers = meet(gradient, _beside(inputs.sets, levels, sums, by_sums, by_terms), moved=True)
+    return value, others, [*itertools.chain(*by_sets), *by_numbers, *by_rest]
 
 
 def _moved(steps: Steps, part: Part, numbers: Tree, of_own: Tree, of_others: Tree, positives: bool) -> jax.Array:
     """A number that moves with a tile as the loss does."""
-    (own_sums, by_own_sums, by_own_terms), (other_sums, by_other_sums, by_other_terms) = of_own, of_others
-    number = inner_product((by_own_sums, by_other_sums), steps.first(part, numbers, positives))
+    (levels, sums, by_sums, by_terms), (other_levels, other_sums, by_other_sums, by_other_terms) = of_own, of_others
+    known = part, levels, other_levels, numbers
+    number = inner_product((by_sums, by_other_sums), steps.first(*known, positives))
     if positives and steps.second is not None:
-        terms = steps.second(part, numbers, own_sums, other_sums)
-        number = number + inner_product((by_own_terms, by_other_terms), terms)
+        number = number + inner_product((by_terms, by_other_terms), steps.second(*known, sums, other_sums))
     return number
 
 
-def _with_positives(steps: Steps, part: Part, result: Callable[[bool], Sides]) -> Sides:
+def with_positives(may_hold: Callable[[Part], jax.Array] | bool, part: Part, result: Callable[[bool], Sides]) -> Sides:
     """Pay for positives only where there may be any."""
-    if isinstance(steps.may_hold, bool):
-        return result(steps.may_hold)
-    return either(steps.may_hold(part), lambda _: result(True), lambda _: result(False), None)
+    if isinstance(may_hold, bool):
+        return result(may_hold)
+    sides: Sides = lax.cond(may_hold(part), lambda: result(True), lambda: result(False))
+    return sides
 
 
-def at_once(f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False, sets: int) -> tuple[Tree, ...]:
-    """As :class:`Meet` with a single tile, each set being one block.
+def at_once(
+    f: Callable[[Part], Sides], sets: tuple[Tree, ...], *, total: Total = SUM, moved: bool = False
+) -> tuple[tuple[Tree, ...], ...]:
+    """As :class:`Meet` with a single tile.
 
     Rows among themselves stand on both sides of it. The half of a derivative that they have as columns is the other
     half's mirror image, so it is found with the derivative of the rows, from one product.
     """
-    own, others = (jax.tree.map(lambda x, i=i: x[i], rows) for i in (0, -1))
-    everyone = jnp.ones(length(own), jnp.bool_)
-    of_own, of_others, *more = f(Part(own, others, everyone, everyone if moved or sets == 2 else ~everyone))
-    if sets == 2:
-        return jax.tree.map(lambda *x: jnp.stack(x), of_own, of_others), *more
-    more = jax.tree.map(lambda x: x / 2, more) if moved else more  # Every pair was met twice.
-    return jax.tree.map(lambda x: x[None], of_own), *more
+    own, others, alone = sets[0], sets[-1], len(sets) == 1
+    everyone = jnp.ones(length(others), jnp.bool_)
+    of_own, of_others, *more = f(Part(own, others, everyone, ~everyone if alone and not moved else everyone))
+    if not alone:
+        return (of_own, of_others), *more
+    return (of_own,), *(jax.tree.map(lambda x: x / 2, more) if moved else more)  # Every pair was met twice.
 
 
-def added_up(f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False, schedule: Schedule) -> tuple[Tree, ...]:
+def added_up(
+    f: Callable[[Part], Sides],
+    sets: tuple[Tree, ...],
+    *,
+    total: Total = SUM,
+    moved: bool = False,
+    schedule: Schedule,
+    block: int,
+) -> tuple[tuple[Tree, ...], ...]:
     """As :class:`Meet` with any schedule of tiles, where all blocks are at hand."""
-    blocks, width = length(rows), schedule.rows.shape[1]
-    overlap = max(0, int(schedule.start.max()) + width - blocks)
-    circle = jax.tree.map(lambda x: jnp.concatenate([x, x[:overlap]]), rows)
+    n, width = length(sets[-1]), schedule.rows.shape[1] * block
+    overlap = max(0, int(schedule.start.max()) * block + width - n)
+    circle = jax.tree.map(lambda x: jnp.concatenate([x, x[:overlap]]), sets[-1]) if overlap else sets[-1]
+
+    def own(x: jax.Array, step: Schedule) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, step.own * block, block)
 
     def columns(x: jax.Array, step: Schedule) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, step.start, width)
+        return lax.dynamic_slice_in_dim(x, step.start * block, width)
 
     def of_tile(step: Schedule) -> Sides:
-        own = jax.tree.map(lambda x: x[step.own], circle)
-        others = jax.tree.map(lambda x: columns(x, step).reshape(-1, *x.shape[2:]), circle)
-        return f(Part(own, others, *(jnp.repeat(flags, length(own)) for flags in (step.rows, step.columns))))
+        rows, others = (jax.tree.map(lambda x, f=f: f(x, step), x) for f, x in ((own, sets[0]), (columns, circle)))
+        return f(Part(rows, others, *(jnp.repeat(flags, block) for flags in (step.rows, step.columns))))
 
-    def visit(totals: tuple[Tree, Tree], step: Schedule) -> tuple[tuple[Tree, Tree], None]:
-        def add(total: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
-            total = total.at[step.own].add(own)
-            others = columns(total, step) + others.reshape(width, *own.shape)
-            return lax.dynamic_update_slice_in_dim(total, others, step.start, 0)
+    def visit(found: tuple[tuple[Tree, ...], Tree], step: Schedule) -> tuple[tuple[tuple[Tree, ...], Tree], None]:
+        def put_own(x: jax.Array, more: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, total.combine(own(x, step), more), step.own * block, 0)
 
-        of_own, of_others, *more = of_tile(step)
-        return (jax.tree.map(add, totals[0], of_own, of_others), jax.tree.map(jnp.add, totals[1], more)), None
+        def put_columns(x: jax.Array, more: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, total.combine(columns(x, step), more), step.start * block, 0)
+
+        of_sets, (of_own, of_others, *more) = list(found[0]), of_tile(step)
+        of_sets[0] = jax.tree.map(put_own, of_sets[0], of_own)
+        of_sets[-1] = jax.tree.map(put_columns, of_sets[-1], of_others)
+        return (tuple(of_sets), jax.tree.map(jnp.add, found[1], more)), None
+
+    def filled(number: float, shape: tuple[int, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full_like(jax.tree.leaves(sets)[0], number, dtype=like.dtype, shape=shape)
 
     steps = jax.tree.map(jnp.asarray, schedule)
-    of_own, _, *more = jax.eval_shape(of_tile, jax.tree.map(lambda x: x[0], steps))
-
-    def zeros(shape: tuple[int, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros_like(jax.tree.leaves(rows)[0], dtype=like.dtype, shape=shape)
-
-    start = (
-        jax.tree.map(lambda x: zeros((blocks + overlap, *x.shape), x), of_own),
-        jax.tree.map(lambda x: zeros(x.shape, x), more),
+    of_own, of_others, *more = jax.eval_shape(of_tile, jax.tree.map(lambda x: x[0], steps))
+    sides = [(length(sets[0]), of_own), (n + overlap, of_others)][-len(sets) :]
+    start = tuple(
+        jax.tree.map(lambda x, rows=rows: filled(total.start, (rows, *x.shape[1:]), x), side) for rows, side in sides
     )
-    (totals, sums), _ = lax.scan(visit, start, steps)
-    return jax.tree.map(lambda x: x[:blocks].at[:overlap].add(x[blocks:]), totals), *sums
+    none = jax.tree.map(lambda x: filled(0, x.shape, x), more)
+    ((*first, last), sums), _ = lax.scan(visit, (start, none), steps)
+    if overlap:
+        last = jax.tree.map(lambda x: x[:n].at[:overlap].set(total.combine(x[:overlap], x[n:])), last)
+    return (*first, last), *sums
 
 
 def passed_around(
-    f: Callable[[Part], Sides], rows: Tree, *, moved: bool = False, sets: int, most: int, devices: Devices
-) -> tuple[Tree, ...]:
-    """As :class:`Meet` with the blocks of all devices, of which each holds its own and those that pass by.
+    f: Callable[[Part], Sides],
+    sets: tuple[Tree, ...],
+    *,
+    total: Total = SUM,
+    moved: bool = False,
+    block: int,
+    most: int,
+    devices: Devices,
+) -> tuple[tuple[Tree, ...], ...]:
+    """As :class:`Meet` with the rows of all devices, of which each holds its own and those that pass by.
 
-    Blocks go round a circle of devices together with what is added up for them, and then home. Of one set every two
-    devices meet once, so half of the circle is enough. Of two sets the first stays and the second goes all the way.
+    Rows go round a circle of devices together with what is found for them, and then home. Of one set every two devices
+    meet once, so half of the circle is enough. Of two sets the first stays and the second goes all the way.
     """
-    number, blocks = devices.number, length(rows) // sets
-    steps = number // 2 if sets == 1 else number - 1
-    opposite = steps if sets == 1 and number % 2 == 0 else number  # Devices so far apart meet twice, once from each.
-    here = among_themselves(blocks, most) if sets == 1 else between(blocks, most)
-
-    def ours(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x[:blocks], tree)
-
-    def theirs(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x[-blocks:], tree)
+    number, blocks, alone = devices.number, length(sets[0]) // block, len(sets) == 1
+    steps = number // 2 if alone else number - 1
+    opposite = steps if alone and number % 2 == 0 else number  # Devices so far apart meet twice, once from each.
+    meet = partial(added_up, total=total, block=block)
 
     def visit(carry: Tree, step: jax.Array) -> tuple[Tree, None]:
         visitors, of_visitors, of_us, sums = carry
@@ -385,17 +424,15 @@ def passed_around(
         def once(part: Part) -> Sides:
             return f(part._replace(columns=part.columns & (step != opposite)))
 
-        both = jax.tree.map(lambda *x: jnp.concatenate(x), ours(rows), visitors)
-        of_both, *more = added_up(once, both, schedule=between(blocks, most))
-        of_visitors, of_us, sums = jax.tree.map(
-            jnp.add, (of_visitors, of_us, sums), (theirs(of_both), ours(of_both), more)
-        )
+        found, *more = meet(once, (sets[0], visitors), schedule=between(blocks, most))
+        of_us, of_visitors = jax.tree.map(total.combine, (of_us, of_visitors), found)
         visitors, of_visitors = devices.passed_on((visitors, of_visitors))  # Rows may travel while they are met.
-        return (visitors, of_visitors, of_us, sums), None
+        return (visitors, of_visitors, of_us, jax.tree.map(jnp.add, sums, more)), None
 
-    of_all, *sums = added_up(f, rows, schedule=here)
-    of_visitors = theirs(of_all) if sets == 2 else jax.tree.map(jnp.zeros_like, of_all)
-    start = *devices.passed_on((theirs(rows), of_visitors)), ours(of_all), sums
+    here = among_themselves(blocks, most) if alone else between(blocks, most)
+    of_sets, *sums = meet(f, sets, schedule=here)
+    of_visitors = jax.tree.map(lambda x: jnp.full_like(x, total.start), of_sets[0]) if alone else of_sets[-1]
+    start = *devices.passed_on((sets[-1], of_visitors)), of_sets[0], sums
     (_, of_visitors, of_us, sums), _ = lax.scan(visit, start, jnp.arange(1, steps + 1))
     home = devices.passed_on(of_visitors, -steps - 1)
-    return jax.tree.map(jnp.add if sets == 1 else lambda *x: jnp.concatenate(x), of_us, home), *sums
+    return (jax.tree.map(total.combine, of_us, home),) if alone else (of_us, home), *sums

@@ -1,7 +1,7 @@
-"""One of several processes that hold a batch together, or a process alone with all of it, for the tests.
+"""One of several processes that hold a batch together, for the tests.
 
 Arguments: its number, how many there are, and a port on this machine where they meet. Each process has two simulated
-devices, one alone has as many as all of them. It prints losses, and the gradients of an encoder's weights, as JSON.
+devices. It prints losses, and the gradients of an encoder's weights, as JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ LOSSES = {
 
 def main(process: int, number: int, port: int, gathers: list[str]) -> dict[str, Any]:
     jax.config.update("jax_enable_x64", True)
-    if number > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", number, process, initialization_timeout=60)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", number, process, initialization_timeout=60)
     assert jax.process_count() == number
     mine = slice(process * N // number, (process + 1) * N // number)
     found = {}
@@ -46,8 +45,8 @@ def main(process: int, number: int, port: int, gathers: list[str]) -> dict[str, 
         )
         weights = jax.make_array_from_process_local_data(everywhere, WEIGHTS)
         for name, loss in LOSSES.items():
-            ways = {"jit": _plain(loss)}
-            if types == AxisType.Auto or name == "ntxent":
+            ways = {"jit": plain(loss)} if types == AxisType.Explicit or name == "ntxent" else {}
+            if types == AxisType.Auto:
                 ways |= {f"axis_name {gather}": _mapped(loss, mesh, gather) for gather in gathers}
             for way, step in ways.items():
                 value, gradient = jax.jit(step)(weights, images, texts, labels, where)
@@ -56,7 +55,8 @@ def main(process: int, number: int, port: int, gathers: list[str]) -> dict[str, 
     return found
 
 
-def _plain(loss: Any) -> Any:
+def plain(loss: Any) -> Any:
+    """A step with the whole batch."""
     return jax.value_and_grad(lambda w, x, y, *data: loss(jnp.tanh(x @ w), jnp.tanh(y @ w), *data))
 
 

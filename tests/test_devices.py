@@ -34,8 +34,6 @@ OTHERS = [
 ]
 CHECKED_OR_NOT = [(name, inside) for name in ("checked", "unchecked", "pmap", "vmap") for inside in (True, False)]
 
-each_gather = pytest.mark.parametrize("gather", GATHERS)
-
 
 def assert_same(found, tolerance=1e-9):
     """The value, the direction and the length of a gradient; one of them alone misses a mistake or another."""
@@ -52,7 +50,8 @@ def tolerance_of(name):
 def test_same_as_one_device(name, eight_devices):
     """The ring in another map than the rest, so that every case is met both checked and not."""
     turn = list(CASES).index(name)
-    ways = [(*IN_TURN[(turn + i) % 8], gather) for i, gather in enumerate(GATHERS)]
+    gathers = GATHERS[:1] if name.endswith(("32", "16")) else GATHERS
+    ways = [(*IN_TURN[(turn + i) % 8], gather) for i, gather in enumerate(gathers)]
     for found in eight_devices("compared", name, ways):
         assert_same(found, tolerance_of(name))
 
@@ -63,14 +62,13 @@ def test_every_map(way, eight_devices):
     assert_same(eight_devices("compared", name, [(*way, "all")])[0])
 
 
-@pytest.mark.parametrize("way", OTHERS[-4:])
-@pytest.mark.parametrize("name", ["info_nce", "clip"])
+@pytest.mark.parametrize(("name", "way"), list(zip(["info_nce", "clip", "clip", "info_nce"], OTHERS[-4:], strict=True)))
 def test_rings_of_other_maps(name, way, eight_devices):
     assert_same(eight_devices("compared", name, [(*way, "ring")])[0])
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("info_nce", 1), ("clip", 1), ("ntxent", 2), ("info_nce", 2), ("clip", 2)]
+    ("name", "devices"), [("info_nce", 1), ("clip", 1), ("two views", 2), ("info_nce", 2), ("clip", 2)]
 )
 def test_small_rings(name, devices, eight_devices):
     """Alone, and with a neighbour who is both the next and the last."""
@@ -106,7 +104,7 @@ def test_second_derivatives(loss, gather):
 
 @pytest.mark.parametrize(
     ("name", "inside", "gather"),
-    [("ntxent", True, "all"), ("ntxent", False, "ring"), ("info_nce", True, "ring"), ("clip", False, "all")],
+    [("ntxent", True, "all"), ("two views", False, "ring"), ("info_nce", True, "ring"), ("clip", False, "all")],
 )
 def test_copies_along_another_axis(name, inside, gather, eight_devices):
     """Rows are split along one axis of a mesh; the devices along the other axis, say parts of a model, hold copies."""
@@ -118,8 +116,17 @@ def test_statistics(name, block_size, eight_devices):
     assert eight_devices("statistics", block_size, name) < 1e-12
 
 
-@pytest.mark.parametrize(("name", "gather"), [("ntxent", "all"), ("info_nce keys", "all"), ("clip", "ring")])
-@pytest.mark.parametrize(("map_", "times"), [("checked", 1), ("unchecked", 8), ("pmap", 8), ("vmap", 8)])
+@pytest.mark.parametrize(
+    ("name", "gather", "map_", "times"),
+    [
+        ("info_nce keys", "all", "checked", 1),
+        ("clip", "ring", "checked", 1),
+        ("ntxent", "all", "unchecked", 8),
+        ("clip", "ring", "unchecked", 8),
+        ("info_nce keys", "all", "pmap", 8),
+        ("ntxent", "all", "vmap", 8),
+    ],
+)
 def test_gradient_of_own_rows_inside(name, map_, times, gather, eight_devices):
     """Nothing averages the gradient of rows: where the map does not check, each device's loss counts once more."""
     found = eight_devices("rows_inside", name, (map_, True, BLOCK, gather))
@@ -128,8 +135,9 @@ def test_gradient_of_own_rows_inside(name, map_, times, gather, eight_devices):
     assert_close(found["length"] + 1, times)
 
 
-@each_gather
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "gather"), [*((name, "all") for name in STEPS), ("gradient cache", "ring"), ("descent", "ring")]
+)
 def test_steps_of_training(name, gather, eight_devices):
     """A queue, a cached gradient, prefixes, rematerialisation, and steps in a loop, all inside of a map."""
     map_ = "checked" if gather == "ring" else ("unchecked", "vmap", "checked")[list(STEPS).index(name) % 3]
@@ -139,8 +147,10 @@ def test_steps_of_training(name, gather, eight_devices):
 # Cases with their values ----------------------------------------------------------------------------------------------
 
 
-@each_gather
-@pytest.mark.parametrize(("map_", "inside"), CHECKED_OR_NOT)
+@pytest.mark.parametrize(
+    ("map_", "inside", "gather"),
+    [*((*way, "all") for way in CHECKED_OR_NOT), ("checked", True, "ring"), ("unchecked", False, "ring")],
+)
 def test_cases_2_and_38_gradient_of_parameters(map_, inside, gather, eight_devices):
     """Neither the number of devices times too large, nor too small; the positives are not those of the first device."""
     value, gradient = eight_devices("fixed", "one way", (map_, inside, 1 if inside else None, gather, 4), True)
@@ -162,12 +172,11 @@ def test_case_3_keys_without_gradient_show(mistake, cosine, length, map_, inside
     assert_close(lengths[0] / lengths[1], length, atol=5e-4)
 
 
-@each_gather
 @pytest.mark.parametrize(
     ("name", "devices", "right"),
     [("one way", 4, 1.4508908949), ("two views", 4, 1.9462923238), ("hard negatives", 2, 0.4105006862)],
 )
-@pytest.mark.parametrize("map_", ["checked", "vmap"])
+@pytest.mark.parametrize(("map_", "gather"), [("checked", "ring"), ("vmap", "all")])
 def test_case_7_positions_of_positives(name, devices, right, map_, gather, eight_devices):
     """Without the offset of a device its positives would be those of the first, or of the other view."""
     value, _ = eight_devices("fixed", name, (map_, False, None, gather, devices), False)
@@ -234,7 +243,7 @@ def test_foreign_keys_without_gradient_are_seen(name, way, eight_devices):
 
 @pytest.mark.parametrize(
     ("mistake", "name"),
-    [("never home", "ntxent"), *[("wrong neighbour", name) for name in ("ntxent", "clip", "info_nce")]],
+    [("never home", "two views"), *[("wrong neighbour", name) for name in ("two views", "clip", "info_nce")]],
 )
 def test_mistakes_of_a_ring_are_seen(name, mistake, eight_devices):
     (found,) = eight_devices("with_mistake", mistake, "compared", name, [("unchecked", False, BLOCK, "ring")])

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from assertions import assert_close, assert_same_direction
+from on_processes import DATA, LOSSES, ROWS, WEIGHTS, plain
 from test_devices import GATHERS
 
 SECONDS = 120
@@ -21,20 +23,21 @@ def a_free_port():
         return s.getsockname()[1]
 
 
-def run(number):
-    """What each of some processes that belong together printed; four devices in all."""
+@pytest.fixture(scope="module")
+def found():
+    """What each of two processes that belong together printed; each has two devices."""
     port, here = a_free_port(), Path(__file__).parent
-    flags = f"--xla_force_host_platform_device_count={4 // number} {os.environ.get('XLA_FLAGS', '')}"
+    flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
-            [sys.executable, here / "on_processes.py", *map(str, (i, number, port)), *GATHERS],
+            [sys.executable, here / "on_processes.py", *map(str, (i, 2, port)), *GATHERS],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i in range(number)
+        for i in range(2)
     ]
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in processes]
@@ -47,17 +50,17 @@ def run(number):
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]  # Before it, the network may say something.
 
 
-@pytest.fixture(scope="module")
-def found():
-    return *run(2), *run(1)
-
-
-def test_two_processes(found):
-    first, second, alone = found
-    assert len(alone) == 2 * 3 + (3 + 1) * len(GATHERS)
-    for name, (value, gradient) in alone.items():
-        right, slopes = alone[f"{name.split(',')[0]}, jit, Auto"]
-        for one, its in ((value, gradient), first[name], second[name]):
-            assert_close(one, right, rtol=1e-10, name=name)
-            assert_close(its, slopes, rtol=1e-8, atol=1e-10 * np.abs(slopes).max(), name=name)
-            assert_same_direction(its, slopes)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_processes(name, found):
+    """With this process, which has one device and the whole batch."""
+    arrays = (WEIGHTS, *ROWS.values(), *DATA.values())
+    right, slopes = jax.device_get(jax.jit(plain(LOSSES[name]))(*arrays))
+    first, second = ({way: x for way, x in one.items() if way.startswith(f"{name},")} for one in found)
+    assert first.keys() == second.keys()
+    assert len(first) == len(GATHERS) + 1 + (name == "ntxent")
+    for way in first:
+        for value, gradient in (first[way], second[way]):
+            assert_close(value, right, rtol=1e-10, name=way)
+            assert_close(gradient, slopes, rtol=1e-8, atol=1e-10 * np.abs(slopes).max(), name=way)
+            assert_same_direction(gradient, slopes)
