@@ -37,8 +37,8 @@ from ntxent_jax.two_sided import (
 
 # Rows of a tile, and how many such blocks are its columns. Smaller tiles make small, slow matrix products, larger
 # ones leave the caches. Tiles that hold positives cost more, so labels ask for few columns around the diagonal. With
-# 8,192 rows of 128 features 357 x 1,428 took 117 ms, others of 235 to 1,171 rows 119 to 154; with labels 482 x 482
-# took 162 ms, others 194 to 254.
+# 8,192 rows of 128 features 357 x 1,428 took 117 ms, others of 235 to 1,171 rows 119 to 154; with ten labels 482 x 482
+# took 160 ms, others 188 to 340.
 _SHAPE, _SHAPE_BY_LABEL = (360, 4), (480, 1)
 _ENTRIES = 1 << 19  # Of a tile whose rows are the user's choice.
 # A batch is a single tile if its scores are no more than these. Several positives of a row make more arrays of that
