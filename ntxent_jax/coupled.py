@@ -35,11 +35,11 @@ from ntxent_jax.two_sided import (
     with_positives,
 )
 
-# Rows of a tile, and how many such blocks are its columns. Smaller tiles make small, slow matrix products, larger
+# Rows of a tile at most, and how many such blocks are its columns. Smaller tiles make small, slow matrix products, larger
 # ones leave the caches. Tiles that hold positives cost more, so labels ask for few columns around the diagonal. With
-# 8,192 rows of 128 features 357 x 1,428 took 117 ms, others of 235 to 1,171 rows 119 to 154; with ten labels 482 x 482
-# took 160 ms, others 188 to 340.
-_SHAPE, _SHAPE_BY_LABEL = (360, 4), (480, 1)
+# 8,192 rows of 128 features 745 x 1,490 took 105 ms, others of 357 to 1,171 rows 104 to 139; with ten labels 482 x 482
+# took 160 ms, others 183 to 340.
+_SHAPE, _SHAPE_BY_LABEL = (690, 2), (480, 1)
 _ENTRIES = 1 << 19  # Of a tile whose rows are the user's choice.
 # A batch is a single tile if its scores are no more than these. Several positives of a row make more arrays of that
 # size: more than 32 MB in all, which Linux gives back after every step, made 1,280 rows four times as slow as 1,024.
@@ -179,7 +179,7 @@ def _cut(n: int, sets: int, options: Options) -> tuple[int, int]:
         return block + -block % together, max(1, _ENTRIES // block**2)
     rows, width = _SHAPE_BY_LABEL if options.only is None else _SHAPE
     met = n / rows / (2 if sets == 1 else 1)  # Blocks that each block meets.
-    parts = max(1, round(met / width))
+    parts = math.ceil(met / width)
     width = min(width, math.ceil(met / parts))
     blocks = parts * width if sets == 2 else 2 * parts * width - 1
     block = -(-n // blocks)
