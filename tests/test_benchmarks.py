@@ -26,7 +26,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = folder / "page.md"
     page.write_text(PAGE, encoding="utf-8")
     out = folder / "new" / "results"
-    run("--quick", "--losses", "views,pairs,clip", "--out", str(out), "--page", str(page))
+    run("--quick", "--losses", "views,pairs,clip", "--temperature", "0.2", "--out", str(out), "--page", str(page))
     return out
 
 
@@ -51,6 +51,7 @@ def test_everything_is_measured(written: Path) -> None:
             assert row[f"{side}_temporary_bytes"] > 0
     assert min(results["product_rates"]["16"].values()) > 0
     assert results["import_seconds"]["ntxent_jax"] > 0
+    assert results["temperature"] == 0.2
     assert {"python", "jax", "jaxlib", "optax"} <= set(results["versions"])
 
 
@@ -72,5 +73,5 @@ def test_plots(written: Path, name: str) -> None:
 
 def test_help() -> None:
     text = run("--help")
-    options = ["--sizes", "--dims", "--losses", "--rivals", "--dtype", "--repeats", "--out", "--page", "--quick"]
+    options = ["--sizes", "--dims", "--losses", "--rivals", "--dtype", "--temperature", "--repeats", "--out", "--page", "--quick"]
     assert [option for option in options if option not in text] == []

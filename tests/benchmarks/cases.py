@@ -13,7 +13,7 @@ from jax.nn import logsumexp
 
 import ntxent_jax as nj
 
-TEMPERATURE = 0.07
+TEMPERATURE = 0.07  # Another may be set before anything is measured.
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Arrays = tuple[npt.NDArray[Any], ...]

@@ -81,7 +81,9 @@ def torch_system(formula: Formula, arrays: Arrays, wrt: int) -> System:
 def alternate(ours: Call, rival: Call | None, repeats: int, seconds: float, rest: float) -> Times:
     """Ours, rival, ours, rival, ... until ``repeats`` calls of each, or, after the fewest, until ``seconds`` are over.
 
-    ``rest`` seconds pass between two calls, for the threads of one framework to fall asleep before the other's work.
+    Each follows a call of its own that is not timed, or it would pay for what the other left behind: memory that went
+    back to the system, caches full of something else. ``rest`` seconds pass before both, for the threads of one
+    framework to fall asleep before the other's work.
     """
     times = Times([], [])
     end = time.perf_counter() + seconds
@@ -91,6 +93,7 @@ def alternate(ours: Call, rival: Call | None, repeats: int, seconds: float, rest
         for call, list_of_times in [(ours, times.ours), (rival, times.rival)]:
             if call is not None:
                 time.sleep(rest)
+                call()
                 start = time.perf_counter()
                 call()
                 list_of_times.append(time.perf_counter() - start)

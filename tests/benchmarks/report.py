@@ -159,7 +159,7 @@ def heading(results: dict[str, Any]) -> str:
     where, rates, imports = results["machine"], results["product_rates"], results["import_seconds"]
     kind = f"{where['processor']}, {where['cores']} cores, device `{where['device']}`, {where['system']}"
     lines = [
-        f"* {kind}; {results['date']}; {results['dtype']}.",
+        f"* {kind}; {results['date']}; {results['dtype']}; temperature {results['temperature']}.",
         "* " + ", ".join(f"{name} {number_of}" for name, number_of in results["versions"].items()) + ".",
         f"* `{results['command']}`",
         "* Matrix products, best of their shapes: "

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cases
 import jax
 import measure
 import report
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
         help="of dense, optax, simclr, open_clip, metric_learning; '' for none; default: all that are installed",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=cases.TEMPERATURE, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, help="calls of each system; default: 21")
     parser.add_argument(
         "--seconds", type=float, default=30, help="stop a pair after this long, at 3 calls or more; default: 30"
@@ -150,6 +152,7 @@ def say(texts: list[str]) -> None:
 def main() -> None:
     options = arguments()
     jax.config.update("jax_enable_compilation_cache", False)
+    cases.TEMPERATURE = options.temperature
     settings = Settings(options.dtype, options.repeats, options.seconds)
     machine = report.machine()
     rivals = rivals_of(options, machine["cores"])
@@ -159,6 +162,7 @@ def main() -> None:
         "machine": machine,
         "versions": report.versions(),
         "dtype": options.dtype,
+        "temperature": options.temperature,
         "import_seconds": measure.import_seconds(1 if options.quick else 5),
         "product_rates": {},
     }

@@ -2,15 +2,16 @@
 
 from typing import Any
 
+import cases
 import torch
-from cases import TEMPERATURE, Rival
+from cases import Rival
 from torch.nn.functional import cross_entropy, normalize
 
 
 def simclr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """NT-Xent of SimCLR: each of the 2n rows picks its other view among all rows but itself."""
     x = normalize(torch.cat([a, b]))
-    s = ((x @ x.T).float() / TEMPERATURE).fill_diagonal_(-torch.inf)
+    s = ((x @ x.T).float() / cases.TEMPERATURE).fill_diagonal_(-torch.inf)
     rows = torch.arange(len(x), device=x.device)
     return cross_entropy(s, (rows + len(a)) % len(x))
 
@@ -18,7 +19,7 @@ def simclr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def open_clip(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
     """open_clip's ClipLoss on one device: two products, two cross entropies."""
     images, texts = normalize(images), normalize(texts)
-    scale = 1 / TEMPERATURE
+    scale = 1 / cases.TEMPERATURE
     per_image = (scale * images @ texts.T).float()
     per_text = (scale * texts @ images.T).float()
     rows = torch.arange(len(images), device=images.device)
@@ -28,7 +29,7 @@ def open_clip(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
 def metric_learning(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     from pytorch_metric_learning.losses import NTXentLoss
 
-    loss: torch.Tensor = NTXentLoss(temperature=TEMPERATURE)(x, labels)
+    loss: torch.Tensor = NTXentLoss(temperature=cases.TEMPERATURE)(x, labels)
     return loss
 
 
