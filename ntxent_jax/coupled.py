@@ -35,10 +35,10 @@ from ntxent_jax.two_sided import (
     with_positives,
 )
 
-# Rows of a tile at most, and how many such blocks are its columns. Smaller tiles make small, slow matrix products, larger
-# ones leave the caches. Tiles that hold positives cost more, so labels ask for few columns around the diagonal. With
-# 8,192 rows of 128 features 745 x 1,490 took 105 ms, others of 357 to 1,171 rows 104 to 139; with ten labels 482 x 482
-# took 160 ms, others 183 to 340.
+# Rows of a tile at most, and how many such blocks are its columns. Smaller tiles make small, slow matrix products,
+# larger ones leave the caches. Tiles that hold positives cost more, so labels ask for few columns around the diagonal.
+# With 8,192 rows of 128 features 745 x 1,490 took 105 ms, others of 357 to 1,171 rows 104 to 139; with ten labels
+# 482 x 482 took 160 ms, others 183 to 340.
 _SHAPE, _SHAPE_BY_LABEL = (690, 2), (480, 1)
 _ENTRIES = 1 << 19  # Of a tile whose rows are the user's choice.
 # A batch is a single tile if its scores are no more than these. Several positives of a row make more arrays of that

@@ -424,7 +424,10 @@ def passed_around(
         def once(part: Part) -> Sides:
             return f(part._replace(columns=part.columns & (step != opposite)))
 
-        found, *more = meet(once, (sets[0], visitors), schedule=between(blocks, most))
+        # For all that JAX knows these depend on the step. Else it would do before the loop what needs only rows that
+        # stay, and keep it for all tiles.
+        us, _ = lax.optimization_barrier((sets[0], step))
+        found, *more = meet(once, (us, visitors), schedule=between(blocks, most))
         of_us, of_visitors = jax.tree.map(total.combine, (of_us, of_visitors), found)
         visitors, of_visitors = devices.passed_on((visitors, of_visitors))  # Rows may travel while they are met.
         return (visitors, of_visitors, of_us, jax.tree.map(jnp.add, sums, more)), None

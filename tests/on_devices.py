@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ntxent_jax as nj
-from ntxent_jax import batch
+from ntxent_jax import batch, contrast
 from ntxent_jax.devices import Devices
 
 ROWS = {name for case in CASES.values() for name, x in case.floats.items() if x.ndim > 1}
@@ -379,13 +379,13 @@ def with_mistake(mistake: str, function: str, *arguments: Any) -> Any:
     """The answer to another question if one function did something else."""
     owner, name, wrong = MISTAKES[mistake]
     right = getattr(owner, name)
-    jax.clear_caches()
+    contrast._compiled.clear_cache()
     setattr(owner, name, wrong(right))
     try:
         return globals()[function](*arguments)
     finally:
         setattr(owner, name, right)
-        jax.clear_caches()
+        contrast._compiled.clear_cache()
 
 
 def answer(question: str) -> Any:

@@ -73,5 +73,16 @@ def test_plots(written: Path, name: str) -> None:
 
 def test_help() -> None:
     text = run("--help")
-    options = ["--sizes", "--dims", "--losses", "--rivals", "--dtype", "--temperature", "--repeats", "--out", "--page", "--quick"]
+    options = [
+        "--sizes",
+        "--dims",
+        "--losses",
+        "--rivals",
+        "--dtype",
+        "--temperature",
+        "--repeats",
+        "--out",
+        "--page",
+        "--quick",
+    ]
     assert [option for option in options if option not in text] == []

@@ -47,6 +47,16 @@ def test_memory_of_a_large_batch(name, kind, gather, eight_devices):
     assert found["exchanged"] <= 2 * n * d
 
 
+@pytest.mark.parametrize("name", ["views", "clip"])
+def test_a_ring_holds_no_scores_but_a_tile(name, eight_devices):
+    """Of 65,536 rows each device has 8,192; their scores would take 268 MB, and two sets of 32 features 2 MB."""
+    n = 65536
+    assert (
+        eight_devices("program", name, "axis_name", "ring", 8, n // 2 if name == "views" else n, 32, None)["bytes"]
+        < 6e7
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "gather"),
     [("labels", *KINDS[0]), ("labels", *KINDS[1]), ("clip", *KINDS[1]), ("queries", *KINDS[2])],
