@@ -124,17 +124,6 @@ def with_derivative(
     return function
 
 
-def value_and_gradient(f: SumFunction, which: list[bool]) -> Callable[[Tree], tuple[jax.Array, Tree, list[jax.Array]]]:
-    """Value, rows and gradient by some leaves of a function that returns a scalar and rows without derivative."""
-
-    def result(inputs: Tree) -> tuple[jax.Array, Tree, list[jax.Array]]:
-        leaves, with_leaves = chosen(inputs, which)
-        value, pull_back, rows = jax.vjp(lambda x: f(with_leaves(x)), leaves, has_aux=True)
-        return value, rows, pull_back(jnp.ones_like(value))[0]
-
-    return result
-
-
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 

@@ -109,7 +109,7 @@ def test_in_parts(name, one_level, monkeypatch):
     "name", ["ntxent", "ntxent negatives", "supcon out", "supcon in", "three views", "clip smooth"]
 )
 def test_low_temperature(name, levels_of_rows):
-    """Exponentials of a common level would vanish: rows are met one by one, each from its own maximum."""
+    """Exponentials of a common level would vanish: each row's are taken from a maximum of its own."""
     case = one_temperature(CASES[name], 1e-4)
     assert_same(outcome(case, 3, "sum"), outcome(case, None, "sum"), rtol=1e-9)
 
