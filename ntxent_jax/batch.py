@@ -10,7 +10,9 @@ from ntxent_jax.devices import ALONE, Devices, Tree
 from ntxent_jax.formulas import Extras, Only
 from ntxent_jax.numerics import Level, compute_dtype
 from ntxent_jax.pairs import Members, OnlyAt, Place
-from ntxent_jax.similarities import Rows, Similarity, compare_each, has_range, prepare
+from ntxent_jax.similarities import Rows, Similarity, compare_each, has_range, origin_of, prepare
+
+_AT_ONCE, _BLOCK = 1 << 20, 1 << 17  # Numbers in rows that are prepared as a whole, and in a block of more than these.
 
 
 class OwnCandidates(NamedTuple):
@@ -177,26 +179,51 @@ def ready(
     weights = jnp.where(where, ones if batch.weights is None else batch.weights.astype(dtype), 0)
     temperature = jnp.where(where, batch.temperature.astype(dtype), 1)
     temperature = jnp.where(temperature > 0, temperature, jnp.nan)
-    rows = _visible(batch.anchors, members.where)
-    if batch.candidates is None or batch.candidate_members is None:
-        candidates, candidate_members = rows, members
-    else:
-        candidate_members = batch.candidate_members
-        candidates = _visible(batch.candidates, candidate_members.where)
     own = batch.own and batch.own._replace(rows=_visible(batch.own.rows, batch.own.where))
-    anchor_rows, candidate_rows = prepare(similarity, rows, candidates, devices)
+    candidate_members = batch.candidate_members or members
+    plain = _visible(batch.anchors, members.where) if own else None
+    anchor_rows, candidate_rows = _ready_rows(batch, plain, similarity, devices)
     positive = None
     if isinstance(only, Place) and batch.plain and has_range(similarity):
         positive = _only(only, similarity, anchor_rows, candidate_rows, candidate_members.where)
     guide, of_candidates, guided = _ready_guides(batch.filter, similarity, where, candidate_members, devices)
     margin = None if batch.filter is None else batch.filter.margin.astype(dtype)
     bias, hardness, extras = jax.tree.map(lambda x: x.astype(dtype), (batch.bias, batch.hardness, batch.extras))
-    plain = rows if own else None
     gathered = devices.gathered((candidate_rows, candidate_members, bias, of_candidates, guided))
     return (
         Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guide, only=positive),
         Candidates(*gathered, margin, hardness, extras),
     )
+
+
+def _ready_rows(batch: Batch, plain: jax.Array | None, similarity: Similarity, devices: Devices) -> tuple[Rows, Rows]:
+    rows, others = (batch.anchors, batch.members.where), None
+    if batch.candidates is not None and batch.candidate_members is not None:
+        others = batch.candidates, batch.candidate_members.where
+    origin = origin_of(similarity, _visible(*rows), _visible(*(others or rows)), devices)
+    anchors = _prepared(similarity, *rows, origin) if plain is None else prepare(similarity, plain, origin)
+    return anchors, _prepared(similarity, *others, origin) if others else anchors
+
+
+def _prepared(similarity: Similarity, rows: jax.Array, where: jax.Array | None, origin: jax.Array | None) -> Rows:
+    """Rows without what padding holds, prepared for the similarity.
+
+    Many of them in blocks, and once more for the derivative. Else XLA would keep what that needs, as large as the rows,
+    while these meet each other. Not where a jitted program may be split over devices, each of which has a run of the
+    rows and would have to take part in every block.
+    """
+
+    def each(some: tuple[jax.Array, jax.Array | None]) -> Rows:
+        return prepare(similarity, _visible(*some), origin)
+
+    def one(row: tuple[jax.Array, jax.Array | None]) -> Rows:
+        result: Rows = jax.tree.map(lambda x: x[0], each(jax.tree.map(lambda x: x[None], row)))
+        return result
+
+    if rows.size <= _AT_ONCE or jax.device_count() > 1:
+        return each((rows, where))
+    result: Rows = lax.map(jax.checkpoint(one), (rows, where), batch_size=-(-rows.shape[0] * _BLOCK // rows.size))
+    return result
 
 
 def _only(place: Place, similarity: Similarity, anchors: Rows, candidates: Rows, real: jax.Array | None) -> Only:
@@ -217,7 +244,9 @@ def _ready_guides(
     guided = jnp.arange(number) < m
     real = guided if candidate_members.where is None else guided & candidate_members.where
     candidates = _visible(jnp.pad(known, ((0, number - m), (0, 0))), real)
-    return *prepare(similarity, _visible(anchors, where), candidates, devices), guided
+    anchors = _visible(anchors, where)
+    origin = origin_of(similarity, anchors, candidates, devices)
+    return prepare(similarity, anchors, origin), prepare(similarity, candidates, origin), guided
 
 
 def only_finite(rows: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from ntxent_jax.devices import Devices
 from ntxent_jax.engine import SCORES, length, rows_per_block, spare_columns
 from ntxent_jax.formulas import Extras, Negatives, Only, Positives, Sums, Terms, pair_terms, terms_of
 from ntxent_jax.numerics import exps, level_of, log_of_sum, masked_exp
-from ntxent_jax.pairs import Members, PairMasks, Place, at_most_two_alike, only_negatives
+from ntxent_jax.pairs import Members, Place, at_most_two_alike, only_negatives
 from ntxent_jax.scores import Options, weighted
 from ntxent_jax.similarities import Rows, compare, has_range, score_range
 from ntxent_jax.two_sided import (
@@ -63,6 +63,22 @@ class Numbers(NamedTuple):
 
     temperature: jax.Array
     middle: jax.Array
+
+
+class Seen(NamedTuple):
+    """What is seen of a tile.
+
+    Attributes:
+        scores: Shape ``[b, w]``.
+        positive: Boolean, shape ``[b, w]``. None: there is nothing to be looked for.
+        negative: Boolean, shape ``[b, w]``.
+        columns: As in :class:`Part`.
+    """
+
+    scores: jax.Array
+    positive: jax.Array | None
+    negative: jax.Array
+    columns: jax.Array
 
 
 class Rest(NamedTuple):
@@ -154,8 +170,9 @@ def _steps(options: Options, common: bool, whole: bool, extras: Extras) -> Steps
     several, may_hold = options.only is None, _may_hold_positives(options, whole)
     return Steps(
         partial(_common_levels if common else partial(_own_levels, may_hold), options),
+        partial(_look, options),
         partial(_sums_of_tile, options=options, common=common, smoothed=extras.label_smoothing is not None),
-        partial(_terms_of_tile, options=options) if several and options.form == "pair" else None,
+        _terms_of_tile if several and options.form == "pair" else None,
         may_hold,
         partial(_finish, options=options),
     )
@@ -203,14 +220,14 @@ def _sums_positives(options: Options) -> bool:
     return options.only is None and options.form != "pair"
 
 
-def _scores_and_masks(part: Part, options: Options, positives: bool) -> tuple[jax.Array, PairMasks]:
+def _look(options: Options, part: Part, positives: bool) -> Seen:
     own, others = part.own, part.others
     with jax.default_matmul_precision(options.precision):
         scores = compare(options.similarity, own.rows, others.rows)
     rule = options.rule if positives or isinstance(options.only, Place) else only_negatives
-    masks = rule(own.members, others.members)
+    positive, negative = rule(own.members, others.members)
     asked = part.rows[None, :] & own.members.where[:, None]
-    return scores, PairMasks(masks.positive & asked, masks.negative & asked)
+    return Seen(scores, positive & asked if positives else None, negative & asked, part.columns)
 
 
 def _common_levels(options: Options, meet: Meet, sets: tuple[Met, ...], numbers: Numbers) -> tuple[Levels, ...]:
@@ -225,12 +242,10 @@ def _own_levels(
 
     def largest(part: Part) -> tuple[Levels, Levels]:
         def of_sides(positives: bool) -> tuple[Levels, Levels]:
-            scores, (positive, negative) = _scores_and_masks(part, options, positives)
-            scores = lax.stop_gradient(scores)
-            entries: Entries = [jnp.where(negative, scores, -jnp.inf)]
-            if _sums_positives(options):
-                entries += [jnp.where(positive, scores, -jnp.inf) if positives else None]
-            return _both_sides(part, entries, entries, LARGEST)
+            tile = lax.stop_gradient(_look(options, part, positives))
+            masks = [tile.negative, tile.positive] if _sums_positives(options) else [tile.negative]
+            entries: Entries = [None if mask is None else jnp.where(mask, tile.scores, -jnp.inf) for mask in masks]
+            return _both_sides(tile, entries, entries, LARGEST)
 
         return with_positives(may_hold, part, of_sides)
 
@@ -240,18 +255,17 @@ def _own_levels(
 
 
 def _sums_of_tile(
-    part: Part,
+    tile: Seen,
     of_rows: Levels,
     of_columns: Levels,
     numbers: Numbers,
-    positives: bool,
     *,
     options: Options,
     common: bool,
     smoothed: bool,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Sums over negatives, then over positives, of what the form asks for: see :func:`_finish`."""
-    scores, (positive, negative) = _scores_and_masks(part, options, positives)
+    scores, positive, negative, _ = tile
 
     def exponentials(mask: jax.Array, level: jax.Array) -> jax.Array:
         if common:  # Finite everywhere.
@@ -262,22 +276,22 @@ def _sums_of_tile(
         result: Entries = [exponentials(negative, levels[0])]
         if smoothed:
             result += [negative.astype(scores.dtype), jnp.where(negative, scores, 0)]
-        if options.only == "somewhere":
-            result += [jnp.where(positive, scores, 0), positive.astype(scores.dtype)] if positives else [None] * 2
-        elif _sums_positives(options) and positives:
+        if positive is None:
+            result += [None] * (2 if options.only == "somewhere" else 3 if _sums_positives(options) else 0)
+        elif options.only == "somewhere":
+            result += [jnp.where(positive, scores, 0), positive.astype(scores.dtype)]
+        elif _sums_positives(options):
             below = jnp.where(positive, levels[1] - scores, 0)
             result += [exponentials(positive, levels[1]), positive.astype(scores.dtype), below]
-        elif _sums_positives(options):
-            result += [None] * 3
         return result
 
     if common:
         of_both = entries(*(numbers.middle for _ in of_rows))
-        return _both_sides(part, of_both, of_both)
-    return _both_sides(part, entries(*(x[:, None] for x in of_rows)), entries(*(x[None, :] for x in of_columns)))
+        return _both_sides(tile, of_both, of_both)
+    return _both_sides(tile, entries(*(x[:, None] for x in of_rows)), entries(*(x[None, :] for x in of_columns)))
 
 
-def _both_sides(part: Part, of_rows: Entries, of_columns: Entries, total: Total = SUM) -> tuple[Levels, Levels]:
+def _both_sides(tile: Seen, of_rows: Entries, of_columns: Entries, total: Total = SUM) -> tuple[Levels, Levels]:
     """Totals of a tile's entries for its rows and for its columns; those of None are of nothing."""
 
     def along(axis: int, entries: Entries) -> Levels:
@@ -285,29 +299,28 @@ def _both_sides(part: Part, of_rows: Entries, of_columns: Entries, total: Total 
         nothing = jnp.full_like(known[0], total.start)
         return *known, *[nothing] * (len(entries) - len(known))
 
-    return along(1, of_rows), tuple(jnp.where(part.columns, x, total.start) for x in along(0, of_columns))
+    return along(1, of_rows), tuple(jnp.where(tile.columns, x, total.start) for x in along(0, of_columns))
 
 
 def _terms_of_tile(
-    part: Part,
+    tile: Seen,
     of_rows: Levels,
     of_columns: Levels,
     numbers: Numbers,
     rows: tuple[jax.Array],
     columns: tuple[jax.Array],
-    *,
-    options: Options,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Terms of form ``pair`` and how many, given the sums over all negatives."""
-    scores, (positive, _) = _scores_and_masks(part, options, True)
+    scores, positive, *_ = tile
+    assert positive is not None
 
     def terms(level: Levels, total: tuple[jax.Array], axis: int) -> jax.Array:
         negatives = log_of_sum(level[0], total[0])
         return pair_terms(scores, positive, negatives, jnp.broadcast_to(numbers.temperature, total[0].shape), axis)
 
     number: Entries = [positive.astype(scores.dtype)]
-    (number_of_rows,), (number_of_columns,) = _both_sides(part, number, number)
-    of_columns_too = jnp.where(part.columns, terms(of_columns, columns, 0), 0)
+    (number_of_rows,), (number_of_columns,) = _both_sides(tile, number, number)
+    of_columns_too = jnp.where(tile.columns, terms(of_columns, columns, 0), 0)
     return (terms(of_rows, rows, 1), number_of_rows), (of_columns_too, number_of_columns)
 
 

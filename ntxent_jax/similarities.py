@@ -1,7 +1,8 @@
 """Similarities of two sets of rows, and how the engine evaluates them block by block.
 
 Each built-in similarity is two steps: ``prepare`` does once per row what concerns that row alone (its norm),
-``compare`` does the rest for any two blocks of prepared rows. A user's own function has nothing to prepare.
+``compare`` does the rest for any two blocks of prepared rows. A user's own function has nothing to prepare. Distances
+need a point that all rows are measured from, their ``origin``.
 """
 
 from collections.abc import Callable
@@ -181,9 +182,21 @@ def turned(similarity: Similarity) -> Similarity:
     return exchanged
 
 
-def prepare(similarity: Similarity, x: jax.Array, y: jax.Array, devices: Devices = ALONE) -> tuple[Rows, Rows]:
-    """Do once per row what ``similarity`` does to each row alone, fit to be compared with rows of all devices."""
-    return _steps(similarity).prepare(x, y, devices)
+def origin_of(similarity: Similarity, x: jax.Array, y: jax.Array, devices: Devices = ALONE) -> jax.Array | None:
+    """The point, shape ``[d]``, from which rows of all devices are to be measured, if ``similarity`` needs one."""
+    origin = _steps(similarity).origin
+    return None if origin is None else origin(x, y, devices)
+
+
+def prepare(similarity: Similarity, x: jax.Array, origin: jax.Array | None) -> Rows:
+    """Do once per row what ``similarity`` does to each row alone."""
+    return _steps(similarity).prepare(x, origin)
+
+
+def prepare_both(similarity: Similarity, x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
+    """Prepare two sets of rows for each other."""
+    origin = origin_of(similarity, x, y)
+    return prepare(similarity, x, origin), prepare(similarity, y, origin)
 
 
 def compare(similarity: Similarity, x: Rows, y: Rows) -> jax.Array:
@@ -193,7 +206,7 @@ def compare(similarity: Similarity, x: Rows, y: Rows) -> jax.Array:
 
 def compare_own(similarity: Similarity, x: jax.Array, own: jax.Array) -> jax.Array:
     """Similarities ``[n, k]`` of each row of ``x [n, d]`` to its own rows ``own [n, k, d]``."""
-    return jax.vmap(lambda row, rows: compare(similarity, *prepare(similarity, row[None], rows))[0])(x, own)
+    return jax.vmap(lambda row, rows: compare(similarity, *prepare_both(similarity, row[None], rows))[0])(x, own)
 
 
 def factors_of(similarity: Similarity, x: Rows, y: Rows, precision: str | None) -> Factors | None:
@@ -227,9 +240,10 @@ def score_range(similarity: Similarity, x: Rows, y: Rows, devices: Devices = ALO
 
 
 class _Steps(NamedTuple):
-    prepare: Callable[[jax.Array, jax.Array, Devices], tuple[Rows, Rows]]
+    prepare: Callable[[jax.Array, jax.Array | None], Rows]
     compare: Callable[[Rows, Rows], jax.Array]
     reach: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None  # From the longest rows.
+    origin: Callable[[jax.Array, jax.Array, Devices], jax.Array] | None = None
 
 
 def _steps(similarity: Similarity) -> _Steps:
@@ -240,15 +254,15 @@ def _steps(similarity: Similarity) -> _Steps:
         scores = checks.similarity_result(similarity(x.values, y.values), x.values.shape[0], y.values.shape[0])
         return scores.astype(compute_dtype(scores))
 
-    return _Steps(lambda x, y, _: (Rows(x), Rows(y)), call)
+    return _Steps(lambda x, _: Rows(x), call)
 
 
 def _evaluate(similarity: Similarity, x: ArrayLike, y: ArrayLike) -> jax.Array:
     rows, columns = checks.same_rows(x=checks.rows("x", x, "[n, d]"), y=checks.rows("y", y, "[m, d]"))
-    return compare(similarity, *prepare(similarity, rows, columns))
+    return compare(similarity, *prepare_both(similarity, rows, columns))
 
 
-def _unit_rows(x: jax.Array) -> Rows:
+def _unit_rows(x: jax.Array, _: jax.Array | None) -> Rows:
     exact = x.astype(compute_dtype(x))
     if x.dtype == exact.dtype:
         return Rows(unit_rows(exact))
@@ -273,13 +287,16 @@ def _log1p_products(x: Rows, y: Rows) -> jax.Array:
     return jnp.where(opposite, -jnp.inf, jnp.log1p(jnp.where(opposite, 0, cosines)))
 
 
-def _centered_rows(x: jax.Array, y: jax.Array, devices: Devices) -> tuple[Rows, Rows]:
+def _center(x: jax.Array, y: jax.Array, devices: Devices) -> jax.Array:
     # Distances do not change when all rows move together, but |x|^2 + |y|^2 - 2xy loses less near the origin.
-    dtype = compute_dtype(x, y)
-    center = jnp.sum(y.astype(dtype) / max(y.shape[0], 1), axis=0)
-    center = lax.stop_gradient(devices.summed(center) / devices.number)
-    x, y = x.astype(dtype) - center, y.astype(dtype) - center
-    return Rows(x, jnp.sum(x * x, axis=-1)), Rows(y, jnp.sum(y * y, axis=-1))
+    center = jnp.sum(y.astype(compute_dtype(x, y)) / max(y.shape[0], 1), axis=0)
+    return lax.stop_gradient(devices.summed(center) / devices.number)
+
+
+def _centered_rows(x: jax.Array, center: jax.Array | None) -> Rows:
+    assert center is not None
+    x = x.astype(center.dtype) - center
+    return Rows(x, jnp.sum(x * x, axis=-1))
 
 
 def _negative_distances(x: Rows, y: Rows) -> jax.Array:
@@ -306,23 +323,13 @@ def _distance_reach(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return -(x + y), jnp.zeros_like(x)
 
 
-def _plain_rows(x: jax.Array) -> Rows:
+def _plain_rows(x: jax.Array, _: jax.Array | None) -> Rows:
     return Rows(x.astype(compute_dtype(x)))
 
 
-def _each(prepare_rows: Callable[[jax.Array], Rows]) -> Callable[[jax.Array, jax.Array, Devices], tuple[Rows, Rows]]:
-    """Prepare two sets of rows on their own, and once if they are the same."""
-
-    def prepare_both(x: jax.Array, y: jax.Array, _: Devices) -> tuple[Rows, Rows]:
-        rows = prepare_rows(x)
-        return rows, rows if y is x else prepare_rows(y)
-
-    return prepare_both
-
-
 _STEPS: dict[Similarity, _Steps] = {
-    cosine_similarity: _Steps(_each(_unit_rows), _scaled_products, _cosine_reach),
-    dot_product: _Steps(_each(_plain_rows), _scaled_products, _product_reach),
-    log1p_cosine_similarity: _Steps(_each(_unit_rows), _log1p_products),
-    negative_euclidean_distance: _Steps(_centered_rows, _negative_distances, _distance_reach),
+    cosine_similarity: _Steps(_unit_rows, _scaled_products, _cosine_reach),
+    dot_product: _Steps(_plain_rows, _scaled_products, _product_reach),
+    log1p_cosine_similarity: _Steps(_unit_rows, _log1p_products),
+    negative_euclidean_distance: _Steps(_centered_rows, _negative_distances, _distance_reach, _center),
 }

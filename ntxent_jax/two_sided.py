@@ -104,9 +104,9 @@ class Steps(NamedTuple):
 
     Attributes:
         levels: ``(meet, sets, numbers) -> levels`` of the rows of each set, constants for differentiation.
-        first: ``(part, levels of rows, levels of columns, numbers, positives) -> (sums of rows, sums of columns)``;
-            ``positives`` says whether the tile may hold any.
-        second: ``(part, levels of rows, levels of columns, numbers, sums of rows, sums of columns) -> (terms of rows,
+        look: ``(part, positives) -> tile``, what all others see of it; ``positives`` says whether it may hold any.
+        first: ``(tile, levels of rows, levels of columns, numbers) -> (sums of rows, sums of columns)``.
+        second: ``(tile, levels of rows, levels of columns, numbers, sums of rows, sums of columns) -> (terms of rows,
             terms of columns)`` on tiles that may hold positives, if a loss is not a function of sums alone. The sums
             must be a single array then.
         may_hold: ``part -> boolean`` scalar: whether a tile may hold positives, or what is true for all of them.
@@ -115,6 +115,7 @@ class Steps(NamedTuple):
     """
 
     levels: Callable[[Meet, tuple[Tree, ...], Tree], tuple[Tree, ...]]
+    look: Callable[[Part, bool], Tree]
     first: Callable[..., Sides]
     second: Callable[..., Sides] | None
     may_hold: Callable[[Part], jax.Array] | bool
@@ -240,8 +241,8 @@ def _sums_and_terms(steps: Steps, meet: Meet, sets: tuple[Tree, ...], numbers: T
 
     def first(part: Part) -> Sides:
         part, (levels,), (other_levels,) = _opened(part)
-        known = part, levels, other_levels, numbers
-        return with_positives(steps.may_hold, part, lambda positives: steps.first(*known, positives))
+        known = levels, other_levels, numbers
+        return with_positives(steps.may_hold, part, lambda positives: steps.first(steps.look(part, positives), *known))
 
     sums, *_ = meet(first, _beside(sets, levels))
     terms_of = steps.second
@@ -250,10 +251,11 @@ def _sums_and_terms(steps: Steps, meet: Meet, sets: tuple[Tree, ...], numbers: T
 
     def second(part: Part) -> Sides:
         part, (levels, sums), (other_levels, other_sums) = _opened(part)
-        known, totals = (part, levels, other_levels, numbers), (sums, other_sums)
+        known, totals = (levels, other_levels, numbers), (sums, other_sums)
 
         def terms_and_slopes(positives: bool) -> Sides:
-            terms, slopes = jax.jvp(partial(terms_of, *known), totals, jax.tree.map(jnp.ones_like, totals))
+            terms_of_tile = partial(terms_of, steps.look(part, True), *known)
+            terms, slopes = jax.jvp(terms_of_tile, totals, jax.tree.map(jnp.ones_like, totals))
             sides = _beside(terms, slopes)
             return sides if positives else jax.tree.map(jnp.zeros_like, sides)
 
@@ -315,8 +317,8 @@ def _value_and_gradient(
 def _moved(steps: Steps, part: Part, numbers: Tree, of_own: Tree, of_others: Tree, positives: bool) -> jax.Array:
     """A number that moves with a tile as the loss does."""
     (levels, sums, by_sums, by_terms), (other_levels, other_sums, by_other_sums, by_other_terms) = of_own, of_others
-    known = part, levels, other_levels, numbers
-    number = inner_product((by_sums, by_other_sums), steps.first(*known, positives))
+    known = steps.look(part, positives), levels, other_levels, numbers
+    number = inner_product((by_sums, by_other_sums), steps.first(*known))
     if positives and steps.second is not None:
         number = number + inner_product((by_terms, by_other_terms), steps.second(*known, sums, other_sums))
     return number
@@ -358,40 +360,39 @@ def added_up(
     """As :class:`Meet` with any schedule of tiles, where all blocks are at hand."""
     n, width = length(sets[-1]), schedule.rows.shape[1] * block
     overlap = max(0, int(schedule.start.max()) * block + width - n)
-    circle = jax.tree.map(lambda x: jnp.concatenate([x, x[:overlap]]), sets[-1]) if overlap else sets[-1]
+    if overlap:
+        sets = *sets[:-1], jax.tree.map(lambda x: jnp.concatenate([x, x[:overlap]]), sets[-1])
 
-    def own(x: jax.Array, step: Schedule) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, step.own * block, block)
-
-    def columns(x: jax.Array, step: Schedule) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, step.start * block, width)
+    def part_of(rows: Tree, start: Numbers, size: int) -> Tree:
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start * block, size), rows)
 
     def of_tile(step: Schedule) -> Sides:
-        rows, others = (jax.tree.map(lambda x, f=f: f(x, step), x) for f, x in ((own, sets[0]), (columns, circle)))
-        return f(Part(rows, others, *(jnp.repeat(flags, block) for flags in (step.rows, step.columns))))
+        sides = part_of(sets[0], step.own, block), part_of(sets[-1], step.start, width)
+        return f(Part(*sides, *(jnp.repeat(flags, block) for flags in (step.rows, step.columns))))
+
+    def put(rows: Tree, more: Tree, start: Numbers) -> Tree:
+        def combined(x: jax.Array, y: jax.Array) -> jax.Array:
+            together = total.combine(part_of(x, start, y.shape[0]), y)
+            return lax.dynamic_update_slice_in_dim(x, together, start * block, axis=0)
+
+        return jax.tree.map(combined, rows, more)
 
     def visit(found: tuple[tuple[Tree, ...], Tree], step: Schedule) -> tuple[tuple[tuple[Tree, ...], Tree], None]:
-        def put_own(x: jax.Array, more: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(x, total.combine(own(x, step), more), step.own * block, 0)
-
-        def put_columns(x: jax.Array, more: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(x, total.combine(columns(x, step), more), step.start * block, 0)
-
         of_sets, (of_own, of_others, *more) = list(found[0]), of_tile(step)
-        of_sets[0] = jax.tree.map(put_own, of_sets[0], of_own)
-        of_sets[-1] = jax.tree.map(put_columns, of_sets[-1], of_others)
+        of_sets[0] = put(of_sets[0], of_own, step.own)
+        of_sets[-1] = put(of_sets[-1], of_others, step.start)
         return (tuple(of_sets), jax.tree.map(jnp.add, found[1], more)), None
 
-    def filled(number: float, shape: tuple[int, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.full_like(jax.tree.leaves(sets)[0], number, dtype=like.dtype, shape=shape)
+    like = jax.tree.leaves(sets)[0]
+
+    def nothing(side: Tree, rows: Tree) -> Tree:
+        n = length(rows)
+        return jax.tree.map(lambda x: jnp.full_like(like, total.start, x.dtype, shape=(n, *x.shape[1:])), side)
 
     steps = jax.tree.map(jnp.asarray, schedule)
     of_own, of_others, *more = jax.eval_shape(of_tile, jax.tree.map(lambda x: x[0], steps))
-    sides = [(length(sets[0]), of_own), (n + overlap, of_others)][-len(sets) :]
-    start = tuple(
-        jax.tree.map(lambda x, rows=rows: filled(total.start, (rows, *x.shape[1:]), x), side) for rows, side in sides
-    )
-    none = jax.tree.map(lambda x: filled(0, x.shape, x), more)
+    start = tuple(map(nothing, (of_own, of_others)[-len(sets) :], sets))
+    none = jax.tree.map(lambda x: jnp.zeros_like(like, x.dtype, x.shape), more)
     ((*first, last), sums), _ = lax.scan(visit, (start, none), steps)
     if overlap:
         last = jax.tree.map(lambda x: x[:n].at[:overlap].set(total.combine(x[:overlap], x[n:])), last)

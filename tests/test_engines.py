@@ -11,7 +11,7 @@ from assertions import assert_close
 from catalog import ALL_BLOCKS, BLOCK, CASES, REDUCTIONS, along, directions, expected, outcome
 
 import ntxent_jax as nj
-from ntxent_jax import coupled
+from ntxent_jax import batch, contrast, coupled
 from ntxent_jax import inputs as arguments
 from ntxent_jax.engine import map_rows, rows_per_block, spare_columns, sum_over_rows
 
@@ -57,6 +57,17 @@ def test_any_block(name, block_size):
 
 def test_rows_without_reduction_in_blocks_of_one():
     assert_right("info_nce own", "none", 1)
+
+
+@pytest.mark.parametrize("name", ["ntxent items", "supcon out candidates", "ranking own"])
+def test_rows_prepared_in_blocks(name, monkeypatch):
+    whole = outcome(name, "mean", BLOCK)
+    monkeypatch.setattr(batch, "_AT_ONCE", 0)
+    monkeypatch.setattr(batch, "_BLOCK", 2 * catalog.D)
+    contrast._compiled.clear_cache()
+    in_blocks = outcome.__wrapped__(name, "mean", BLOCK)
+    contrast._compiled.clear_cache()
+    jax.tree.map(lambda x, y: assert_close(x, y, rtol=1e-11, atol=1e-13), in_blocks, whole)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -115,10 +115,10 @@ def test_whole_would_be_quadratic():
 
 
 def test_65536_rows():
-    """At most 400 MB for value and gradient of 65,536 rows of 128, blocks chosen automatically."""
+    """Two copies of the rows, of 34 MB each, and a tile; for the derivative of their norms no third."""
     x = jax.ShapeDtypeStruct((65_536, 128), jnp.float32)
     step = jax.value_and_grad(lambda x, labels: nj.ntxent(x, labels, 0.07))
-    assert bytes_of(step, x, integers(65_536)) <= 400e6
+    assert bytes_of(step, x, integers(65_536)) <= 80e6
 
 
 def test_any_number_of_rows_is_streamed_by_default():

@@ -9,7 +9,7 @@ import pytest
 from assertions import assert_close, assert_finite, assert_nan, assert_zero
 
 import ntxent_jax as nj
-from ntxent_jax.similarities import compare, compare_own, has_range, is_builtin, prepare, score_range
+from ntxent_jax.similarities import compare, compare_own, has_range, is_builtin, prepare_both, score_range
 
 in_float64 = pytest.mark.usefixtures("x64")
 BUILT_IN = ["cosine_similarity", "dot_product", "log1p_cosine_similarity", "negative_euclidean_distance"]
@@ -111,7 +111,7 @@ def test_half_precision_cosine_is_not_normalised_first(dtype):
 def test_half_precision_rows_are_multiplied_raw():
     """Before the norms are divided out: no rounding is left to a fast matrix unit."""
     x = jnp.asarray(inputs.random_rows(5, 3), "bfloat16")
-    rows, _ = prepare(nj.cosine_similarity, x, x)
+    rows, _ = prepare_both(nj.cosine_similarity, x, x)
     exact = jnp.frexp(rows.values.astype(jnp.float32) / x.astype(jnp.float32))[0]
     assert_close(exact, np.full((5, 3), 0.5))
 
@@ -231,9 +231,13 @@ def test_distance_does_not_depend_on_the_centre():
 def test_the_centre_of_distances_carries_no_derivative():
     """One candidate is its own centre: what is left of it after the subtraction still has a gradient."""
     x, y = jnp.float32([[3.0, 4.0]]), jnp.float32([[0.0, 0.0]])
-    _, columns = prepare(nj.negative_euclidean_distance, x, y)
+    _, columns = prepare_both(nj.negative_euclidean_distance, x, y)
     assert_close(columns.values, np.zeros((1, 2)))
-    moved = jax.jvp(lambda y: prepare(nj.negative_euclidean_distance, x, y)[1].values, (y,), (jnp.ones((1, 2)),))[1]
+
+    def of_columns(y):
+        return prepare_both(nj.negative_euclidean_distance, x, y)[1].values
+
+    moved = jax.jvp(of_columns, (y,), (jnp.ones((1, 2)),))[1]
     assert_close(moved, np.ones((1, 2)))
     assert_close(jax.grad(lambda y: nj.negative_euclidean_distance(x, y)[0, 0])(y), [[0.6, 0.8]], rtol=1e-6)
 
@@ -246,7 +250,7 @@ def test_the_centre_of_distances_carries_no_derivative():
 def test_blocks_are_parts_of_the_whole(name):
     """Prepared once, compared in pieces; own candidates one by one."""
     similarity, x, y = getattr(nj, name), inputs.random_rows(5, 3), inputs.random_rows(7, 3, seed=1)
-    rows, columns = prepare(similarity, x, y)
+    rows, columns = prepare_both(similarity, x, y)
     whole = compare(similarity, rows, columns)
     part = compare(similarity, jax.tree.map(lambda a: a[2:4], rows), columns)
     assert_close(part, whole[2:4])
@@ -264,7 +268,7 @@ def test_range_of_similarities(name):
         assert name == "log1p_cosine_similarity"
         return
     for sizes in ((0.1, 3.0), (3.0, 0.1)):
-        rows, columns = prepare(similarity, *(size * np.concatenate([x, -x]) for size in sizes))
+        rows, columns = prepare_both(similarity, *(size * np.concatenate([x, -x]) for size in sizes))
         low, high = score_range(similarity, rows, columns)
         scores = compare(similarity, rows, columns)
         assert_close(scores.min(), low)
