@@ -161,7 +161,7 @@ def with_negatives(
     batch = batch._replace(anchors=anchors, candidates=keys)
     if rows.ndim == rank:
         return _with_shared(batch, rows, checks.mask("negative_where", negative_where, rows.shape[:1]), devices)
-    real = checks.mask("negative_where", negative_where, rows.shape[:2])
+    real = checks.mask("negative_where", negative_where, rows.shape[:2], each="negative of each query")
     if batch.members.where is not None:
         of_queries = jnp.broadcast_to(batch.members.where[:, None], rows.shape[:2])
         real = of_queries if real is None else of_queries & real

@@ -168,12 +168,19 @@ def products(x: jax.Array, y: jax.Array, precision: str | lax.Precision | None =
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=precision)
 
 
+@jax.custom_jvp
 def masked_exp(x: jax.Array, mask: jax.Array) -> jax.Array:
     """``exp(x)``, exactly 0 and with gradient 0 where ``mask`` is False.
 
     It must be finite there, which whoever calls this has seen to. Then a product does what else takes a ``jnp.where``.
     """
     return jnp.exp(x) * mask.astype(x.dtype)
+
+
+@masked_exp.defjvp
+def _masked_exp_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    entries = masked_exp(*primals)
+    return entries, entries * tangents[0]
 
 
 def log_of_sum(maximum: jax.Array, total: jax.Array) -> LogSum:

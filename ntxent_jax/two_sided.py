@@ -366,6 +366,7 @@ def added_up(
     def part_of(rows: Tree, start: Numbers, size: int) -> Tree:
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start * block, size), rows)
 
+    @partial(jax.jit, inline=True)  # Traced once, for the shapes and for the loop.
     def of_tile(step: Schedule) -> Sides:
         sides = part_of(sets[0], step.own, block), part_of(sets[-1], step.start, width)
         return f(Part(*sides, *(jnp.repeat(flags, block) for flags in (step.rows, step.columns))))

@@ -131,7 +131,7 @@ def test_shape_of_temperature(loss, shape):
     refused(
         lambda: loss(temperature=jnp.ones(shape)),
         ValueError,
-        f"temperature must have shape [] or [1] or [{N}], one entry per row, got {list(shape)}",
+        f"temperature must have shape [] or [1] or [{N}], one entry per negative of each query, got {list(shape)}",
     )
 
 
@@ -214,7 +214,7 @@ def test_labels(loss):
         refused(
             lambda shape=shape: loss(labels=np.zeros(shape, int)),
             ValueError,
-            f"labels must have shape [{N}], one entry per row, got {list(shape)}",
+            f"labels must have shape [{N}], one entry per negative of each query, got {list(shape)}",
         )
 
 
@@ -304,7 +304,7 @@ def test_negatives(loss):
         refused(
             lambda shape=shape: loss(negatives=OWN, negative_where=np.ones(shape, bool)),
             ValueError,
-            f"negative_where must have shape [{N}, 2], one entry per row, got {list(shape)}",
+            f"negative_where must have shape [{N}, 2], one entry per negative of each query, got {list(shape)}",
         )
     refused(lambda: loss(negatives=ROWS, negative_where=FLAGS[:1]), ValueError, f"negative_where must have shape [{N}]")
     refused(lambda: loss(negatives=ROWS, negative_where=IDS), TypeError, "negative_where must be boolean")
@@ -322,7 +322,7 @@ def test_keys(loss):
         refused(
             lambda shape=shape: loss(key_bias=np.ones(shape)),
             ValueError,
-            f"key_bias must have shape [{N}], one entry per row, got {list(shape)}",
+            f"key_bias must have shape [{N}], one entry per negative of each query, got {list(shape)}",
         )
     refused(lambda: loss(key_bias=FLAGS), TypeError, "key_bias must hold real numbers, got bool")
 
