@@ -21,6 +21,8 @@ from ntxent_jax.similarities import (
 from ntxent_jax.two_tower_losses import clip_loss, siglip_loss
 from ntxent_jax.view_losses import cluster_loss, instance_loss, ntxent_views
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BatchStatistics",
     "EmbeddingQueue",

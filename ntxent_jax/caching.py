@@ -46,8 +46,8 @@ def gradient_cache(encode: Encoder, *, block_size: int) -> Encoder:
         keys too), all with the rows on axis 0.
 
     Raises:
-        TypeError: ``encode`` is not a function.
-        ValueError: ``block_size`` is not a positive int; from ``f``: there is no argument, an array has no rows or
+        TypeError: ``encode`` is not a function, or ``block_size`` not an integer.
+        ValueError: ``block_size`` is not positive; from ``f``: there is no argument, an array has no rows or
             another number of them than the others, or ``encode`` returns an array without one row for each of its own.
 
     Example:
@@ -81,8 +81,8 @@ def gradient_cache(encode: Encoder, *, block_size: int) -> Encoder:
     if not callable(encode):
         raise TypeError(f"encode must be a function of the batch, got {encode!r}; close over the parameters")
     if block_size is None:
-        raise ValueError("block_size must be a positive int, got None; choose what the encoder's activations allow")
-    checks.rows_in_block(block_size)
+        raise ValueError("block_size must be an integer, got None; choose what the encoder's activations allow")
+    checks.whole_number("block_size", block_size)
 
     def encode_in_blocks(*batch: Tree) -> Tree:
         batch = jax.tree.map(jnp.asarray, batch)
@@ -114,10 +114,12 @@ def _number_of_rows(batch: Tree) -> int:
     if not arrays:
         raise ValueError("the function needs a batch, arrays with the rows on axis 0; parameters are closed over")
     lengths = {f"batch{jax.tree_util.keystr(path)}": x.shape[0] if x.ndim else None for path, x in arrays}
-    if None in lengths.values() or len(set(lengths.values())) > 1:
+    first, n = next(iter(lengths.items()))
+    odd = next((name for name, length in lengths.items() if length is None or length != n), None)
+    if odd is not None:
         raise ValueError(
-            f"the arrays of the batch must all have the same number of rows on axis 0, got {lengths} "
-            "(None: no axis); close over what does not belong to rows"
+            "the arrays of the batch must all have the same number of rows on axis 0, got "
+            f"{ {first: n, odd: lengths[odd]} } (None: no axis); close over what does not belong to rows"
         )
     return int(arrays[0][1].shape[0])
 

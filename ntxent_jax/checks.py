@@ -17,16 +17,21 @@ from jax.typing import ArrayLike
 Shape = tuple[int, ...]
 
 
-def array(name: str, x: ArrayLike | Sequence[Any]) -> jax.Array:
+def array(name: str, x: ArrayLike | Sequence[Any] | None) -> jax.Array:
     """``x`` as a JAX array, refused if it does not hold numbers or if JAX's dtype cannot hold its integers."""
     if isinstance(x, jax.Array) or hasattr(x, "__jax_array__"):  # The latter: a parameter of a module, as in flax.nnx.
         return jnp.asarray(x)
-    host = np.asarray(x)
-    if host.dtype.kind in "OSUT":
-        raise TypeError(
-            f"{name} must hold numbers, got {host.dtype}; turn strings into integers with "
-            f"np.unique({name}, return_inverse=True)[1]"
-        )
+    try:
+        host = np.asarray(x)
+    except ValueError:  # Parts of different shapes.
+        host = np.empty((), object)
+    if host.dtype.kind == "O":
+        came = "None" if x is None else f"a {type(x).__name__}, which makes no such array"
+        raise TypeError(f"{name} must be an array of numbers, got {came}")
+    if host.dtype.kind in "SUT":
+        cure = f"; turn strings into integers with np.unique({name}, return_inverse=True)[1]"
+        cure = cure if name.endswith(("labels", "ids")) else ""
+        raise TypeError(f"{name} must hold numbers, got strings ({host.dtype}){cure}")
     if host.dtype.kind in "iu" and host.size:
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(host.dtype))
         if host.min() < limits.min or host.max() > limits.max:
@@ -52,13 +57,23 @@ def rows(name: str, x: ArrayLike, *shapes: str, ranks: tuple[int, ...] | None = 
     expected = set(range(2, 9)) if ranks is None else set(ranks) or {shape.count(",") + 1 for shape in shapes}
     if result.ndim == 0:
         possible = " or ".join(map(str, sorted(expected)[:2]))
-        raise ValueError(f"{name} must have rank {possible}; did you mean temperature={x}?")
+        came = x if isinstance(x, (int, float, np.generic)) else "..."
+        raise ValueError(f"{name} must have rank {possible}; did you mean temperature={came}?")
     result = floating(name, result)
     came = f"{name} must have shape {' or '.join(shapes)}, got {list(result.shape)}"
-    chex.assert_rank(result, expected, custom_message=came, exception_type=ValueError)
+    try:
+        chex.assert_rank(result, expected, exception_type=ValueError)
+    except ValueError:
+        raise ValueError(f"{came}; {_cure_of_rank(name, result.ndim > max(expected))}") from None
     if result.shape[-1] == 0:
         raise ValueError(f"{name} must have at least one feature, got shape {list(result.shape)}")
     return result
+
+
+def _cure_of_rank(name: str, too_high: bool) -> str:
+    if name.startswith("views["):
+        return "pass stacked views one by one, ntxent_views(*views)" if too_high else "did you mean temperature=...?"
+    return f"put its rows on one axis, {name}.reshape(-1, d)" if too_high else f"one row is {name}[None]"
 
 
 def any_rows(name: str, x: ArrayLike) -> jax.Array:
@@ -150,9 +165,16 @@ def positive_number(name: str, x: ArrayLike) -> jax.Array:
 
 def one_number(name: str, x: ArrayLike) -> jax.Array:
     """A scalar."""
-    result = scalar(name, x)
-    assert result is not None
-    return result
+    return number(name, x, (), (1,)).reshape(())
+
+
+def within(name: str, x: ArrayLike, low: float, high: float = float("inf")) -> None:
+    """Numbers known on the host must lie from ``low`` to ``high``."""
+    if isinstance(x, (int, float, np.ndarray, np.generic)):
+        values = np.asarray(x)
+        if not np.all((values >= low) & (values <= high)):
+            limits = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+            raise ValueError(f"{name} must be {limits}, got {x}")
 
 
 def option(name: str, x: ArrayLike, low: float, high: float) -> jax.Array | None:
@@ -162,8 +184,7 @@ def option(name: str, x: ArrayLike, low: float, high: float) -> jax.Array | None
             raise ValueError(f"{name} must be at least {low:g} and below {high:g}, got {x}")
         if x == 0:
             return None
-    result = scalar(name, x)
-    assert result is not None
+    result = one_number(name, x)
     return jnp.where((result >= low) & (result < high), result, jnp.nan)
 
 
@@ -171,7 +192,9 @@ def same_rows(**named: jax.Array) -> list[jax.Array]:
     """Rows to be compared: they must have equally many features, and get one dtype."""
     sizes = {name: x.shape[-1] for name, x in named.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"{' and '.join(sizes)} must have equally many features, got {sizes}")
+        raise ValueError(
+            f"{' and '.join(sizes)} must have equally many features, got {sizes}; project one side to the other first"
+        )
     dtype = jnp.result_type(*named.values())
     return [x.astype(dtype) for x in named.values()]
 
@@ -180,7 +203,8 @@ def shaped(name: str, x: jax.Array, *shapes: Shape, each: str = "row") -> jax.Ar
     """``x``, one entry per ``each``, must have one of ``shapes`` exactly: a size of 1 would broadcast silently."""
     if x.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must have shape {expected}, one entry per {each}, got {list(x.shape)}")
+        cure = f"; pass {name}[..., 0]" if x.shape[-1:] == (1,) and x.shape[:-1] in shapes else ""
+        raise ValueError(f"{name} must have shape {expected}, one entry per {each}, got {list(x.shape)}{cure}")
     return x
 
 
@@ -229,28 +253,41 @@ def mask(name: str, x: ArrayLike | None, shape: Shape, *, each: str = "row") -> 
     return shaped(name, result, shape, each=each)
 
 
-def numbers(name: str, x: ArrayLike | None, *shapes: Shape) -> jax.Array | None:
+def numbers(name: str, x: ArrayLike | None, *shapes: Shape, each: str = "row") -> jax.Array | None:
     """Real numbers of one of ``shapes``, or None."""
     if x is None:
         return None
     result = array(name, x)
     if not (jnp.issubdtype(result.dtype, jnp.floating) or jnp.issubdtype(result.dtype, jnp.integer)):
         raise TypeError(f"{name} must hold real numbers, got {result.dtype}")
-    return shaped(name, result, *shapes)
+    return shaped(name, result, *shapes, each=each)
+
+
+def number(name: str, x: ArrayLike, *shapes: Shape) -> jax.Array:
+    """Real numbers of one of ``shapes``."""
+    result = numbers(name, x, *shapes)
+    if result is None:
+        raise TypeError(f"{name} must be a number, got None")
+    return result
 
 
 def positive(name: str, x: ArrayLike) -> None:
     """Numbers known on the host must be > 0."""
-    if isinstance(x, (int, float, np.ndarray, np.generic)) and not np.all(np.asarray(x) > 0):
+    if isinstance(x, (int, float, np.ndarray, np.generic)) and array(name, x).size and not np.all(np.asarray(x) > 0):
         cure = "; it divides the similarities (0.07 and 0.5 are usual)" if name == "temperature" else ""
         raise ValueError(f"{name} must be > 0, got {x}{cure}")
 
 
-def temperature(x: ArrayLike, n: int) -> jax.Array:
-    """A temperature for all rows, shape ``[]``, or one for each, ``[n]``; values known on the host must be > 0."""
-    positive("temperature", x)
-    result = numbers("temperature", x, (), (1,), (n,))
-    assert result is not None
+def temperature(x: ArrayLike, n: int, where: ArrayLike | None = None) -> jax.Array:
+    """A temperature for all rows, shape ``[]``, or one for each, ``[n]``; values known on the host must be > 0.
+
+    Not those of rows that are padding, or may be.
+    """
+    if where is None or np.ndim(x) == 0:
+        positive("temperature", x)
+    elif isinstance(x, np.ndarray) and isinstance(where, np.ndarray) and x.shape == where.shape:
+        positive("temperature", x[where])
+    result = number("temperature", x, (), (1,), (n,))
     return result.reshape(()) if result.size == 1 else result
 
 
@@ -298,7 +335,7 @@ def options(reduction: object, similarity: object, block_size: object, precision
 
 def rows_in_block(block_size: object) -> None:
     """A number of rows, or None for the automatic choice."""
-    whole = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size >= 1
+    whole = isinstance(block_size, (int, np.integer)) and not isinstance(block_size, bool) and block_size >= 1
     if block_size is not None and not whole:
         raise ValueError(f"block_size must be a positive int or None (chosen automatically), got {block_size!r}")
 

@@ -41,15 +41,15 @@ def loss_floor(
         temperature: Dimensionless, > 0.
         num_positives: Number of positives in the denominator: 1, or all of an anchor's positives for
             :func:`supcon_loss` and ``denominator="all"``.
-        lowest_similarity: Similarity of a negative. -1 bounds a single anchor; three or more items cannot all be
-            opposite to each other, and for a batch of ``N`` items the bound that can be reached is ``-1 / (N - 1)``,
-            the corners of a simplex.
+        lowest_similarity: Similarity of a negative, from -1 to 1. -1 bounds a single anchor; three or more items cannot
+            all be opposite to each other, and for a batch of ``N`` items the bound that can be reached is
+            ``-1 / (N - 1)``, the corners of a simplex.
 
     Returns:
         Loss in nats, float32 (float64 for float64 arguments), shape of the arguments broadcast together.
 
     Raises:
-        ValueError: ``temperature`` is known beforehand and not > 0.
+        ValueError: An argument is known beforehand and out of its range.
 
     Example:
         One positive, two perfect negatives, at temperature 1 and at 1/20:
@@ -63,6 +63,9 @@ def loss_floor(
         4.2411
     """
     checks.positive("temperature", temperature)
+    checks.within("num_negatives", num_negatives, 0)
+    checks.within("num_positives", num_positives, 0)
+    checks.within("lowest_similarity", lowest_similarity, -1, 1)
     arguments = [
         checks.array("num_negatives", num_negatives),
         checks.array("temperature", temperature),

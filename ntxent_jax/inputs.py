@@ -58,7 +58,7 @@ def labelled_batch(
     return Batch(
         rows,
         members,
-        checks.temperature(temperature, n),
+        checks.temperature(temperature, n, where),
         checks.numbers("weights", weights, (n,)),
         others,
         other_members,
@@ -79,11 +79,11 @@ def view_batch(
     rows = jnp.stack(checks.same_rows(**named), axis=1)
     n = rows.shape[0]
     rows = rows.reshape(-1, *rows.shape[2:])
-    members = Members(devices.positions(n), checks.mask("where", where, (n,)))
+    members = Members(devices.positions(n), checks.mask("where", where, (n,), each="item, for all of its views"))
     return Batch(
         rows,
         with_positions(members, devices.positions(rows.shape[0])),
-        checks.temperature(temperature, n),
+        checks.temperature(temperature, n, where),
         checks.numbers("weights", weights, (n,)),
     )
 
@@ -126,7 +126,7 @@ def query_batch(
     return Batch(
         anchors,
         members,
-        checks.temperature(temperature, n),
+        checks.temperature(temperature, n, where),
         checks.numbers("weights", weights, (n,)),
         candidates,
         key_members,

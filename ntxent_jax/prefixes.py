@@ -66,8 +66,9 @@ def matryoshka(loss: Loss, dims: Sequence[int], weights: ArrayLike | Sequence[fl
     if not callable(loss):
         raise TypeError(f"loss must be a function of embeddings, got {loss!r}")
     lengths = _lengths(dims)
-    factors = jnp.ones(len(lengths)) if weights is None else checks.array("weights", weights)
-    checks.numbers("weights", factors, (len(lengths),))
+    given = None if weights is None else checks.array("weights", weights)
+    factors = checks.numbers("weights", given, (len(lengths),), each="prefix")
+    factors = jnp.ones(len(lengths)) if factors is None else factors
 
     @functools.wraps(loss)
     def summed(*args: Any, **kwargs: Any) -> jax.Array:

@@ -303,7 +303,7 @@ def _for_all(
         return negatives, checks.mask("negative_where", negative_where, negatives.shape[:1])
     checks.own_rows("negatives", negatives, anchors.shape[0], negatives.ndim)
     real, shape = checks.mask("where", where, anchors.shape[:1]), negatives.shape[:2]
-    flags = checks.mask("negative_where", negative_where, shape)
+    flags = checks.mask("negative_where", negative_where, shape, each="negative of each anchor")
     if real is not None:
         of_anchors = jnp.broadcast_to(real[:, None], shape)
         flags = of_anchors if flags is None else of_anchors & flags

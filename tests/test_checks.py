@@ -123,6 +123,25 @@ def test_one_bad_temperature_of_many():
     refused(lambda: nj.ntxent(ROWS, IDS, np.array([1, 1, 0, 1, 1, 1, 1.0])), ValueError, "temperature must be > 0")
     refused(lambda: nj.loss_floor(3, 0), ValueError, "temperature must be > 0, got 0")
     refused(lambda: nj.loss_floor(3, float("nan")), ValueError, "temperature must be > 0, got nan")
+    refused(lambda: nj.loss_floor(-1, 0.5), ValueError, "num_negatives must be at least 0, got -1")
+    refused(lambda: nj.loss_floor(3, 0.5, lowest_similarity=2), ValueError, "lowest_similarity must be from -1 to 1")
+
+
+@each_loss
+def test_temperature_of_padding_is_not_looked_at(loss):
+    """On the host as under jit, where it cannot be looked at."""
+    real = np.arange(N) != 3
+    temperature = np.where(real, 0.5, 0.0)
+    refused(lambda: loss(temperature=temperature), ValueError, "temperature must be > 0")
+    refused(lambda: loss(temperature=np.zeros(N), where=real), ValueError, "temperature must be > 0")
+    right = loss(temperature=np.full(N, 0.5), where=real)
+    assert loss(temperature=temperature, where=real) == loss(temperature=temperature, where=list(real)) == right
+
+
+@each_loss
+def test_none_where_something_is_needed(loss):
+    refused(lambda: loss(temperature=None), TypeError, "temperature must be a number, got None")
+    refused(lambda: loss(rows=None), TypeError, "must be an array of numbers, got None")
 
 
 @each_loss
@@ -131,7 +150,7 @@ def test_shape_of_temperature(loss, shape):
     refused(
         lambda: loss(temperature=jnp.ones(shape)),
         ValueError,
-        f"temperature must have shape [] or [1] or [{N}], one entry per negative of each query, got {list(shape)}",
+        f"temperature must have shape [] or [1] or [{N}], one entry per row, got {list(shape)}",
     )
 
 
@@ -139,20 +158,20 @@ def test_shape_of_temperature(loss, shape):
 def test_dtype_of_temperature(loss):
     refused(lambda: loss(temperature=jnp.asarray(True)), TypeError, "temperature must hold real numbers, got bool")
     refused(lambda: loss(temperature=jnp.asarray(1j)), TypeError, "temperature must hold real numbers, got complex64")
-    refused(lambda: loss(temperature="cold"), TypeError, "temperature must hold numbers, got <U4")
+    refused(lambda: loss(temperature="cold"), TypeError, "temperature must hold numbers, got strings (<U4)")
 
 
 @each_loss
 @pytest.mark.parametrize("shape", [(1,), (), (3,), (N, 1), (N + 1,)], ids=str)
 def test_shapes_of_what_is_said_of_rows(loss, shape):
     """Also where one entry would broadcast without a word."""
-    expected = f"must have shape [{N}], one entry per row, got {list(shape)}"
-    refused(lambda: loss(where=np.ones(shape, bool)), ValueError, "where " + expected)
-    refused(lambda: loss(weights=np.ones(shape)), ValueError, "weights " + expected)
+    expected = f"must have shape [{N}], one entry per ", f", got {list(shape)}"
+    refused(lambda: loss(where=np.ones(shape, bool)), ValueError, "where " + expected[0], expected[1])
+    refused(lambda: loss(weights=np.ones(shape)), ValueError, "weights " + expected[0], expected[1])
     chex.disable_asserts()
     try:
-        refused(lambda: loss(where=np.ones(shape, bool)), ValueError, "where " + expected)
-        refused(lambda: loss(weights=np.ones(shape)), ValueError, "weights " + expected)
+        refused(lambda: loss(where=np.ones(shape, bool)), ValueError, "where " + expected[0], expected[1])
+        refused(lambda: loss(weights=np.ones(shape)), ValueError, "weights " + expected[0], expected[1])
         refused(lambda: loss(temperature=np.ones((N, 1))), ValueError, "temperature must have shape")
     finally:
         chex.enable_asserts()
@@ -167,7 +186,7 @@ def test_dtypes_of_what_is_said_of_rows(loss):
             f"where must be boolean (True = real), got {np.dtype(dtype)}; convert it with .astype(bool)",
         )
     refused(lambda: loss(weights=FLAGS), TypeError, "weights must hold real numbers, got bool")
-    refused(lambda: loss(weights=np.array(list("abcdefg"))), TypeError, "weights must hold numbers, got <U1")
+    refused(lambda: loss(weights=np.array(list("abcdefg"))), TypeError, "weights must hold numbers, got strings (<U1)")
 
 
 @each_loss
@@ -178,8 +197,8 @@ def test_rows_must_be_floating(loss):
             TypeError,
             f"must be floating, got {np.dtype(dtype)}; convert it with .astype(jnp.float32)",
         )
-    refused(lambda: loss(rows=np.full((N, D), "a")), TypeError, "must hold numbers, got <U1")
-    refused(lambda: loss(rows=[[None] * D] * N), TypeError, "must hold numbers, got object")
+    refused(lambda: loss(rows=np.full((N, D), "a")), TypeError, "must hold numbers, got strings (<U1)")
+    refused(lambda: loss(rows=[[None] * D] * N), TypeError, "must be an array of numbers, got a list")
 
 
 @each_loss
@@ -197,8 +216,8 @@ def test_rank_of_rows(loss):
 def test_labels(loss):
     cure = "np.unique(labels, return_inverse=True)[1]"
     refused(lambda: loss(labels=IDS * 1.0), TypeError, "labels must be integers, got float", cure)
-    refused(lambda: loss(labels=list("abcdefg")), TypeError, "labels must hold numbers, got <U1; turn strings", cure)
-    refused(lambda: loss(labels=np.array([b"a"] * N)), TypeError, "labels must hold numbers, got |S1", cure)
+    refused(lambda: loss(labels=list("abcdefg")), TypeError, "labels must hold numbers, got strings (<U1); turn", cure)
+    refused(lambda: loss(labels=np.array([b"a"] * N)), TypeError, "labels must hold numbers, got strings (|S1)", cure)
     refused(lambda: loss(labels=np.eye(N, 3)), ValueError, "got [7, 3]", "labels.argmax(-1) of one-hot rows")
     refused(lambda: loss(labels=IDS[:, None]), ValueError, "got [7, 1]", "pass labels[..., 0]")
     hashes = np.arange(N, dtype=np.int64) + 2**40
@@ -214,7 +233,7 @@ def test_labels(loss):
         refused(
             lambda shape=shape: loss(labels=np.zeros(shape, int)),
             ValueError,
-            f"labels must have shape [{N}], one entry per negative of each query, got {list(shape)}",
+            f"labels must have shape [{N}], one entry per row, got {list(shape)}",
         )
 
 
@@ -291,6 +310,10 @@ def test_candidates(loss):
 @each_query_loss
 def test_negatives(loss):
     refused(lambda: loss(negatives=0.1), ValueError, "negatives must have rank 2 or 3; did you mean temperature=0.1?")
+    traced = jax.jit(lambda t: loss(negatives=t))
+    refused(lambda: traced(0.1), ValueError, "negatives must have rank 2 or 3; did you mean temperature=...?")
+    queue = nj.queue_init(3, D, dtype=np.float32)
+    refused(lambda: loss(negatives=queue), TypeError, "negatives must be an array of numbers, got a EmbeddingQueue")
     refused(lambda: loss(negatives=ROWS[0]), ValueError, "negatives must have shape [", f", got [{D}]")
     refused(
         lambda: loss(negatives=OWN[:3]),
@@ -304,7 +327,8 @@ def test_negatives(loss):
         refused(
             lambda shape=shape: loss(negatives=OWN, negative_where=np.ones(shape, bool)),
             ValueError,
-            f"negative_where must have shape [{N}, 2], one entry per negative of each query, got {list(shape)}",
+            f"negative_where must have shape [{N}, 2], one entry per negative of each ",
+            f", got {list(shape)}",
         )
     refused(lambda: loss(negatives=ROWS, negative_where=FLAGS[:1]), ValueError, f"negative_where must have shape [{N}]")
     refused(lambda: loss(negatives=ROWS, negative_where=IDS), TypeError, "negative_where must be boolean")
@@ -322,7 +346,7 @@ def test_keys(loss):
         refused(
             lambda shape=shape: loss(key_bias=np.ones(shape)),
             ValueError,
-            f"key_bias must have shape [{N}], one entry per negative of each query, got {list(shape)}",
+            f"key_bias must have shape [{N}], one entry per row, got {list(shape)}",
         )
     refused(lambda: loss(key_bias=FLAGS), TypeError, "key_bias must hold real numbers, got bool")
 
@@ -381,6 +405,9 @@ def test_views():
     refused(lambda: nj.ntxent_views(ROWS, ROWS[:, :1]), ValueError, "must all have the same shape [n, d]")
     refused(lambda: nj.ntxent_views(ROWS, ROWS, 0.1), ValueError, "views[2]", "did you mean temperature=0.1?")
     refused(lambda: nj.ntxent_views(ROWS, OWN), ValueError, "views[1] must have shape [n, d], got [7, 2, 5]")
+    for stacked in (np.stack([ROWS, ROWS]), [ROWS, ROWS]):
+        refused(lambda stacked=stacked: nj.ntxent_views(stacked), ValueError, "one by one, ntxent_views(*views)")
+    refused(lambda: nj.ntxent_views(ROWS, ROWS, np.ones(N)), ValueError, "views[2]", "did you mean temperature=...?")
 
 
 def test_closed_choices():

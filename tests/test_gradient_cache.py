@@ -297,9 +297,9 @@ def test_gradient_of_half_precision_parameters_is_summed_in_float32():
     ("call", "error", "message"),
     [
         (lambda: gradient_cache(jnp.ones(3), block_size=2), TypeError, "encode must be a function of the batch"),
-        (lambda: gradient_cache(jnp.tanh, block_size=0), ValueError, "block_size must be a positive int"),
-        (lambda: gradient_cache(jnp.tanh, block_size=None), ValueError, "positive int, got None; choose"),
-        (lambda: gradient_cache(jnp.tanh, block_size=2.0), ValueError, "block_size must be a positive int"),
+        (lambda: gradient_cache(jnp.tanh, block_size=0), ValueError, "block_size must be at least 1, got 0"),
+        (lambda: gradient_cache(jnp.tanh, block_size=None), ValueError, "integer, got None; choose"),
+        (lambda: gradient_cache(jnp.tanh, block_size=2.0), TypeError, "block_size must be an integer, got 2.0"),
         (lambda: gradient_cache(jnp.tanh, block_size=2)(), ValueError, "needs a batch"),
         (
             lambda: gradient_cache(jnp.add, block_size=2)(jnp.ones((3, 2)), jnp.ones((4, 2))),

@@ -105,13 +105,15 @@ def test_an_import_upwards_is_seen(source: str) -> None:
         assert_imports_go_down("numerics", imports_from_package(ast.parse(source)))
 
 
-def test_init_is_only_a_list_of_public_names() -> None:
+def test_init_is_only_a_version_and_a_list_of_public_names() -> None:
     tree = tree_of(PACKAGE / "__init__.py")
     docstring, *rest = tree.body
     assert ast.get_docstring(tree)
     assert isinstance(docstring, ast.Expr)
-    *imports, names = rest
+    *imports, version, names = rest
     assert all(isinstance(node, ast.ImportFrom) for node in imports)
+    assert isinstance(version, ast.Assign)
+    assert ast.unparse(version.targets[0]) == "__version__"
     assert isinstance(names, ast.Assign)
     assert ast.unparse(names.targets[0]) == "__all__"
     imported = [alias.name for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
