@@ -366,7 +366,7 @@ MISTAKES = {
     "wrong neighbour": (Devices, "passed_on", _passed_on(lambda steps: 2 * steps)),
     # The rows of other devices get no gradient, or no key does.
     "foreign keys": (lax, "all_gather", _all_gather_without_gradient),
-    "all keys": (batch, "prepare", _candidates_without_gradient),
+    "all keys": (batch, "_ready_rows", _candidates_without_gradient),
     # A loss is the sum over all devices, divided by what counts on one of them.
     "count": (Devices, "summed", _count_averaged),
     # Gradients are summed instead of averaged, or left as they are.
