@@ -4,7 +4,6 @@ Masks are boolean and applied twice, before and after the unsafe operation: a ``
 only the one before it keeps the bad value's derivative from turning a gradient into NaN.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -226,15 +225,17 @@ def segment_log_sum(scores: jax.Array, mask: jax.Array, segment: jax.Array, temp
 def softplus(x: jax.Array) -> jax.Array:
     """``log(1 + exp(x))``: 0 at ``-inf``, relative error near eps for every ``x``.
 
-    ``jax.nn.softplus`` with less than half of its work: a polynomial is its logarithm, which takes XLA's CPU as long as
-    two exponentials, and one logistic function is its derivative.
+    ``jax.nn.softplus`` with less than half of its work: one logistic function is its derivative, and in float32 a
+    polynomial its logarithm, which takes XLA's CPU as long as two exponentials.
     """
     small = jnp.exp(-jnp.abs(x))
+    if x.dtype != jnp.float32:
+        return jnp.maximum(x, 0) + jnp.log1p(small)
     # log(1 + e) = 2 artanh(z) = 2 (z + z^3 / 3 + z^5 / 5 + ...) with z = e / (2 + e), at most 1/3.
     z = small / (2 + small)
-    series = jnp.zeros_like(z)
-    for k in reversed(range(math.ceil(-math.log(np.finfo(x.dtype).eps) / math.log(9)))):
-        series = series * z**2 + 1 / (2 * k + 1)
+    series, square = jnp.zeros_like(z), z * z
+    for k in reversed(range(8)):
+        series = series * square + 1 / (2 * k + 1)
     return jnp.maximum(x, 0) + 2 * z * series
 
 

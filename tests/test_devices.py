@@ -48,9 +48,14 @@ def tolerance_of(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_device(name, eight_devices):
-    """The ring in another map than the rest, so that every case is met both checked and not."""
+    """The ring in another map than the rest, so that every case is met both checked and not.
+
+    Reductions are the same for both, so they take turns.
+    """
     turn = list(CASES).index(name)
     gathers = GATHERS[:1] if name.endswith(("32", "16")) else GATHERS
+    if name.endswith(("sum", "mean")):
+        gathers = GATHERS[turn % 2 :][:1]
     ways = [(*IN_TURN[(turn + i) % 8], gather) for i, gather in enumerate(gathers)]
     for found in eight_devices("compared", name, ways):
         assert_same(found, tolerance_of(name))

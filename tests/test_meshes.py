@@ -59,7 +59,7 @@ def test_a_ring_holds_no_scores_but_a_tile(name, eight_devices):
 
 @pytest.mark.parametrize(
     ("name", "kind", "gather"),
-    [("labels", *KINDS[0]), ("labels", *KINDS[1]), ("clip", *KINDS[1]), ("queries", *KINDS[2])],
+    [("labels", *KINDS[0]), ("clip", *KINDS[1]), ("queries", *KINDS[2])],
 )
 def test_memory_and_work_fall_with_the_number_of_devices(name, kind, gather, eight_devices):
     two, eight = (eight_devices("program", name, kind, gather, devices, 4096, 32, 8) for devices in (2, 8))
