@@ -142,7 +142,7 @@ def test_softplus():
     assert_close(first, sigmoid, rtol=1e-14, atol=1e-300)
     second = jax.vmap(jax.grad(jax.grad(softplus)))(x)
     assert_close(second, sigmoid * (1 - sigmoid), rtol=1e-12, atol=1e-30)
-    assert_nan(softplus(np.nan), jax.grad(softplus)(np.nan))
+    assert_nan(softplus(jnp.asarray(np.nan)), jax.grad(softplus)(jnp.asarray(np.nan)))
     assert_close(softplus(np.float32(x)), np.logaddexp(0, np.float64(np.float32(x))), rtol=4e-7, atol=0)
 
 
