@@ -10,7 +10,7 @@ from ntxent_jax.devices import ALONE, Devices, Tree
 from ntxent_jax.formulas import Extras, Only
 from ntxent_jax.numerics import Level, compute_dtype
 from ntxent_jax.pairs import Members, OnlyAt, Place
-from ntxent_jax.similarities import Rows, Similarity, compare_each, has_range, origin_of, prepare
+from ntxent_jax.similarities import Rows, Similarity, compare_each, has_range, origin_of, prepare, prepare_both
 
 _AT_ONCE, _BLOCK = 1 << 20, 1 << 17  # Numbers in rows that are prepared as a whole, and in a block of more than these.
 
@@ -244,9 +244,7 @@ def _ready_guides(
     guided = jnp.arange(number) < m
     real = guided if candidate_members.where is None else guided & candidate_members.where
     candidates = _visible(jnp.pad(known, ((0, number - m), (0, 0))), real)
-    anchors = _visible(anchors, where)
-    origin = origin_of(similarity, anchors, candidates, devices)
-    return prepare(similarity, anchors, origin), prepare(similarity, candidates, origin), guided
+    return *prepare_both(similarity, _visible(anchors, where), candidates, devices), guided
 
 
 def only_finite(rows: jax.Array) -> jax.Array:

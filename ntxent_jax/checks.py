@@ -273,7 +273,8 @@ def number(name: str, x: ArrayLike, *shapes: Shape) -> jax.Array:
 
 def positive(name: str, x: ArrayLike) -> None:
     """Numbers known on the host must be > 0."""
-    if isinstance(x, (int, float, np.ndarray, np.generic)) and array(name, x).size and not np.all(np.asarray(x) > 0):
+    host = np.asarray(x) if isinstance(x, (int, float, np.ndarray, np.generic)) else np.ones(())
+    if host.dtype.kind in "biuf" and not np.all(host > 0):
         cure = "; it divides the similarities (0.07 and 0.5 are usual)" if name == "temperature" else ""
         raise ValueError(f"{name} must be > 0, got {x}{cure}")
 

@@ -193,9 +193,9 @@ def prepare(similarity: Similarity, x: jax.Array, origin: jax.Array | None) -> R
     return _steps(similarity).prepare(x, origin)
 
 
-def prepare_both(similarity: Similarity, x: jax.Array, y: jax.Array) -> tuple[Rows, Rows]:
+def prepare_both(similarity: Similarity, x: jax.Array, y: jax.Array, devices: Devices = ALONE) -> tuple[Rows, Rows]:
     """Prepare two sets of rows for each other."""
-    origin = origin_of(similarity, x, y)
+    origin = origin_of(similarity, x, y, devices)
     return prepare(similarity, x, origin), prepare(similarity, y, origin)
 
 

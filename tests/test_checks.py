@@ -165,13 +165,15 @@ def test_dtype_of_temperature(loss):
 @pytest.mark.parametrize("shape", [(1,), (), (3,), (N, 1), (N + 1,)], ids=str)
 def test_shapes_of_what_is_said_of_rows(loss, shape):
     """Also where one entry would broadcast without a word."""
-    expected = f"must have shape [{N}], one entry per ", f", got {list(shape)}"
-    refused(lambda: loss(where=np.ones(shape, bool)), ValueError, "where " + expected[0], expected[1])
-    refused(lambda: loss(weights=np.ones(shape)), ValueError, "weights " + expected[0], expected[1])
+    each = "item, for all of its views" if loss in (LOSSES["views"], LOSSES["instance"]) else "row"
+    of_where = f"where must have shape [{N}], one entry per {each}, got {list(shape)}"
+    of_weights = f"weights must have shape [{N}], one entry per row, got {list(shape)}"
+    refused(lambda: loss(where=np.ones(shape, bool)), ValueError, of_where)
+    refused(lambda: loss(weights=np.ones(shape)), ValueError, of_weights)
     chex.disable_asserts()
     try:
-        refused(lambda: loss(where=np.ones(shape, bool)), ValueError, "where " + expected[0], expected[1])
-        refused(lambda: loss(weights=np.ones(shape)), ValueError, "weights " + expected[0], expected[1])
+        refused(lambda: loss(where=np.ones(shape, bool)), ValueError, of_where)
+        refused(lambda: loss(weights=np.ones(shape)), ValueError, of_weights)
         refused(lambda: loss(temperature=np.ones((N, 1))), ValueError, "temperature must have shape")
     finally:
         chex.enable_asserts()
@@ -327,8 +329,8 @@ def test_negatives(loss):
         refused(
             lambda shape=shape: loss(negatives=OWN, negative_where=np.ones(shape, bool)),
             ValueError,
-            f"negative_where must have shape [{N}, 2], one entry per negative of each ",
-            f", got {list(shape)}",
+            f"negative_where must have shape [{N}, 2], one entry per negative of each "
+            f"{'anchor' if loss is LOSSES['ranking'] else 'query'}, got {list(shape)}",
         )
     refused(lambda: loss(negatives=ROWS, negative_where=FLAGS[:1]), ValueError, f"negative_where must have shape [{N}]")
     refused(lambda: loss(negatives=ROWS, negative_where=IDS), TypeError, "negative_where must be boolean")
