@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ntxent_jax.numerics import Factors, Level, LogSum, divide_scores, log_of_sum, masked_log_sum, softplus
+from ntxent_jax.numerics import Factors, Level, LogSum, log_of_sum, masked_log_sum, softplus
 from ntxent_jax.pairs import PairMasks
 
 Form = Literal["pair", "all", "negatives", "in", "sigmoid"]
@@ -314,8 +314,11 @@ def _debiased(excess: jax.Array, number: jax.Array, floor: jax.Array, prior: jax
 
 def _sigmoid_terms(tile: Tile, extras: Extras) -> Terms:
     scores, (positive, negative), temperature, *_ = tile
-    logits = divide_scores(jnp.where(positive | negative, scores, 0), temperature)
+    # A score of -inf is a logit of -inf: no loss of a negative, an infinite one of a positive.
+    absent = scores == -jnp.inf
+    some = (positive | negative) & ~absent
+    logits = jnp.where(some, scores, 0) / temperature[:, None]
     logits = logits if extras.sigmoid_bias is None else logits + extras.sigmoid_bias
-    losses = softplus(jnp.where(positive, -logits, logits))
-    number = jnp.any(positive, axis=-1).astype(scores.dtype)
-    return Terms(jnp.sum(jnp.where(positive | negative, losses, 0), axis=-1), number)
+    losses = jnp.where(some, softplus(jnp.where(positive, -logits, logits)), 0)
+    lost = jnp.where(jnp.any(positive & absent, axis=-1), jnp.inf, 0)
+    return Terms(jnp.sum(losses, axis=-1) + lost, jnp.any(positive, axis=-1).astype(scores.dtype))
