@@ -263,9 +263,9 @@ def numbers(name: str, x: ArrayLike | None, *shapes: Shape, each: str = "row") -
     return shaped(name, result, *shapes, each=each)
 
 
-def number(name: str, x: ArrayLike, *shapes: Shape) -> jax.Array:
+def number(name: str, x: ArrayLike, *shapes: Shape, each: str = "row") -> jax.Array:
     """Real numbers of one of ``shapes``."""
-    result = numbers(name, x, *shapes)
+    result = numbers(name, x, *shapes, each=each)
     if result is None:
         raise TypeError(f"{name} must be a number, got None")
     return result
@@ -279,8 +279,8 @@ def positive(name: str, x: ArrayLike) -> None:
         raise ValueError(f"{name} must be > 0, got {x}{cure}")
 
 
-def temperature(x: ArrayLike, n: int, where: ArrayLike | None = None) -> jax.Array:
-    """A temperature for all rows, shape ``[]``, or one for each, ``[n]``; values known on the host must be > 0.
+def temperature(x: ArrayLike, n: int, where: ArrayLike | None = None, each: str = "row") -> jax.Array:
+    """A temperature for all rows, shape ``[]``, or one per ``each``, ``[n]``; values known on the host must be > 0.
 
     Not those of rows that are padding, or may be.
     """
@@ -288,7 +288,7 @@ def temperature(x: ArrayLike, n: int, where: ArrayLike | None = None) -> jax.Arr
         positive("temperature", x)
     elif isinstance(x, np.ndarray) and isinstance(where, np.ndarray) and x.shape == where.shape:
         positive("temperature", x[where])
-    result = number("temperature", x, (), (1,), (n,))
+    result = number("temperature", x, (), (1,), (n,), each=each)
     return result.reshape(()) if result.size == 1 else result
 
 

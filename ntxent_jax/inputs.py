@@ -79,12 +79,13 @@ def view_batch(
     rows = jnp.stack(checks.same_rows(**named), axis=1)
     n = rows.shape[0]
     rows = rows.reshape(-1, *rows.shape[2:])
-    members = Members(devices.positions(n), checks.mask("where", where, (n,), each="item, for all of its views"))
+    each = "item, for all of its views"
+    members = Members(devices.positions(n), checks.mask("where", where, (n,), each=each))
     return Batch(
         rows,
         with_positions(members, devices.positions(rows.shape[0])),
-        checks.temperature(temperature, n, where),
-        checks.numbers("weights", weights, (n,)),
+        checks.temperature(temperature, n, where, each=each),
+        checks.numbers("weights", weights, (n,), each=each),
     )
 
 

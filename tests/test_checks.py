@@ -36,6 +36,11 @@ each_labelled = pytest.mark.parametrize("loss", [LOSSES[name] for name in LABELL
 each_query_loss = pytest.mark.parametrize("loss", [LOSSES[name] for name in QUERIES], ids=QUERIES)
 
 
+def each(loss):
+    """What a message says that there is one entry of."""
+    return "item, for all of its views" if loss in (LOSSES["views"], LOSSES["instance"]) else "row"
+
+
 def refused(call, error, *parts):
     """The message has all of the parts, in this order."""
     with pytest.raises(error, match=".*".join(map(re.escape, parts))) as caught:
@@ -150,7 +155,7 @@ def test_shape_of_temperature(loss, shape):
     refused(
         lambda: loss(temperature=jnp.ones(shape)),
         ValueError,
-        f"temperature must have shape [] or [1] or [{N}], one entry per row, got {list(shape)}",
+        f"temperature must have shape [] or [1] or [{N}], one entry per {each(loss)}, got {list(shape)}",
     )
 
 
@@ -165,9 +170,9 @@ def test_dtype_of_temperature(loss):
 @pytest.mark.parametrize("shape", [(1,), (), (3,), (N, 1), (N + 1,)], ids=str)
 def test_shapes_of_what_is_said_of_rows(loss, shape):
     """Also where one entry would broadcast without a word."""
-    each = "item, for all of its views" if loss in (LOSSES["views"], LOSSES["instance"]) else "row"
-    of_where = f"where must have shape [{N}], one entry per {each}, got {list(shape)}"
-    of_weights = f"weights must have shape [{N}], one entry per row, got {list(shape)}"
+    of_where, of_weights = (
+        f"{name} must have shape [{N}], one entry per {each(loss)}, got {list(shape)}" for name in ("where", "weights")
+    )
     refused(lambda: loss(where=np.ones(shape, bool)), ValueError, of_where)
     refused(lambda: loss(weights=np.ones(shape)), ValueError, of_weights)
     chex.disable_asserts()
