@@ -90,11 +90,11 @@ class Meet(Protocol):
     """Lets the rows of one set meet each other, or those of two sets the rows of the other."""
 
     def __call__(
-        self, f: Callable[[Part], Sides], sets: tuple[Tree, ...], *, total: Total = SUM, moved: bool = False
+        self, f: Callable[[Part], Sides], sets: tuple[Tree, ...], *, total: Total = SUM
     ) -> tuple[tuple[Tree, ...], ...]:
         """The totals of what ``f`` returns for the sides of each tile, for the rows of each set, and sums of the rest.
 
-        ``moved`` says that ``f`` returns derivatives by these rows.
+        The rest is the derivative of these totals by numbers that all tiles share.
         """
         ...
 
@@ -310,7 +310,7 @@ def _value_and_gradient(
             steps.may_hold, part, lambda positives: jax.grad(moved, (0, 1, 2))(x, y, numbers, positives)
         )
 
-    by_sets, by_numbers = meet(gradient, _beside(inputs.sets, levels, sums, by_sums, by_terms), moved=True)
+    by_sets, by_numbers = meet(gradient, _beside(inputs.sets, levels, sums, by_sums, by_terms))
     return value, others, [*itertools.chain(*by_sets), *by_numbers, *by_rest]
 
 
@@ -332,20 +332,17 @@ def with_positives(may_hold: Callable[[Part], jax.Array] | bool, part: Part, res
     return sides
 
 
-def at_once(
-    f: Callable[[Part], Sides], sets: tuple[Tree, ...], *, total: Total = SUM, moved: bool = False
-) -> tuple[tuple[Tree, ...], ...]:
+def at_once(f: Callable[[Part], Sides], sets: tuple[Tree, ...], *, total: Total = SUM) -> tuple[tuple[Tree, ...], ...]:
     """As :class:`Meet` with a single tile.
 
     Rows among themselves stand on both sides of it. The half of a derivative that they have as columns is the other
     half's mirror image, so it is found with the derivative of the rows, from one product.
     """
-    own, others, alone = sets[0], sets[-1], len(sets) == 1
-    everyone = jnp.ones(length(others), jnp.bool_)
-    of_own, of_others, *more = f(Part(own, others, everyone, ~everyone if alone and not moved else everyone))
-    if not alone:
-        return (of_own, of_others), *more
-    return (of_own,), *(jax.tree.map(lambda x: x / 2, more) if moved else more)  # Every pair was met twice.
+    everyone = jnp.ones(length(sets[-1]), jnp.bool_)
+    of_own, of_others, *rest = f(Part(sets[0], sets[-1], everyone, everyone))
+    if len(sets) == 2:
+        return (of_own, of_others), *rest
+    return (of_own,), *jax.tree.map(lambda x: x / 2, rest)  # Every pair was met twice.
 
 
 def added_up(
@@ -353,7 +350,6 @@ def added_up(
     sets: tuple[Tree, ...],
     *,
     total: Total = SUM,
-    moved: bool = False,
     schedule: Schedule,
     block: int,
 ) -> tuple[tuple[Tree, ...], ...]:
@@ -405,7 +401,6 @@ def passed_around(
     sets: tuple[Tree, ...],
     *,
     total: Total = SUM,
-    moved: bool = False,
     block: int,
     most: int,
     devices: Devices,
