@@ -87,12 +87,17 @@ def assert_same(streamed, whole, rtol=1e-11):
 
 @each_case
 def test_any_block(name, one_level):
-    """Numbers of blocks odd and even, with and without filler; every third case down to a row each."""
+    """Numbers of blocks odd and even, with and without filler; every third case down to a row each. And row by row."""
     case = CASES[name]
     whole = outcome(case, None)
     library = oracle_pairs if case.loss == "clip_loss" else oracle
     assert_close(whole[0], case(library, case.floats, reduction="mean"), rtol=1e-11, name="oracle")
     assert_same(outcome(case, 1 + list(CASES).index(name) % 3), whole)
+    if case.loss != "clip_loss":  # With a temperature for each item no tile serves both of its sides.
+        n = len(case.floats["weights"])
+        rows = outcome(case._replace(floats={**case.floats, "temperature": np.full(n, 0.6)}), None)
+        rows[1]["temperature"] = jnp.sum(rows[1]["temperature"])
+        assert_same(rows, whole)
 
 
 @pytest.mark.parametrize("name", ["ntxent", "supcon in", "two views", "clip"])
