@@ -94,7 +94,7 @@ class Meet(Protocol):
     ) -> tuple[tuple[Tree, ...], ...]:
         """The totals of what ``f`` returns for the sides of each tile, for the rows of each set, and sums of the rest.
 
-        The rest is the derivative of these totals by numbers that all tiles share.
+        The rest, if there is any, is the loss's derivative by numbers that all tiles share.
         """
         ...
 
