@@ -343,6 +343,24 @@ def test_siglip_at_a_similarity_of_minus_infinity(block_size):
     assert_close(slopes[0], oracle.gradient(lambda t: exact(t, -1.0), 1.0), rtol=1e-8)
 
 
+@in_float64
+@streamed
+def test_siglip_of_a_positive_at_a_similarity_of_minus_infinity(block_size):
+    """Its loss is infinite and has no slope there, as that of the other losses; the other row keeps its own."""
+    images, texts = np.array([[1.0, 0], [0, 1]]), np.array([[-1, 0], [0.6, 0.8]])
+    options = {"similarity": nj.log1p_cosine_similarity, "block_size": block_size and 1}
+    rows = nj.siglip_loss(images, texts, 1.0, -1.0, reduction="none", **options)
+    assert np.isposinf(rows[0])
+    cosines = np.array([0.0, 0.8])
+    logits = np.log1p(cosines) - 1
+    assert_close(rows[1], np.log1p(np.exp(logits[0])) + np.log1p(np.exp(-logits[1])))
+    value, slopes = jax.value_and_grad(lambda *x: nj.siglip_loss(*x, **options), argnums=(0, 1, 2, 3))(
+        images, texts, 1.0, -1.0
+    )
+    assert np.isposinf(value)
+    assert_no_nan(slopes)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
