@@ -214,7 +214,7 @@ def pair_terms(
 
 
 def several_terms(positives: Positives, negatives: LogSum, temperature: jax.Array, form: Form) -> jax.Array:
-    """Sum of the terms of every anchor in the other forms, shape ``[n]``."""
+    """Sum of the terms of every anchor in the other forms, shape ``[n]``; of no meaning for one without positives."""
     (highest, log_sum), number, below = positives
     some = log_sum != -jnp.inf
     if form == "negatives":
@@ -223,7 +223,7 @@ def several_terms(positives: Positives, negatives: LogSum, temperature: jax.Arra
     log_sum = jnp.where(some, log_sum, 0)
     rest = softplus(negatives.over(highest, temperature) - log_sum)
     if form == "in":
-        return jnp.where(some | (number == 0), rest + jnp.log(jnp.maximum(number, 1)), jnp.inf)
+        return jnp.where(some, rest + jnp.log(jnp.maximum(number, 1)), jnp.inf)
     return below / temperature + number * (log_sum + rest)
 
 
