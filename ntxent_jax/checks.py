@@ -21,14 +21,17 @@ def array(name: str, x: ArrayLike | Sequence[Any] | None) -> jax.Array:
     """``x`` as a JAX array, refused if it does not hold numbers or if JAX's dtype cannot hold its integers."""
     if isinstance(x, jax.Array) or hasattr(x, "__jax_array__"):  # The latter: a parameter of a module, as in flax.nnx.
         return jnp.asarray(x)
+    if isinstance(x, (list, tuple)):
+        _one_array(name, x)
     try:
         host = np.asarray(x)
     except ValueError:  # Parts of different shapes.
         host = np.empty((), object)
-    if host.dtype.kind == "O":
+    strings = host.dtype.kind in "SUT" or (host.dtype.kind == "O" and any(isinstance(part, str) for part in host.flat))
+    if host.dtype.kind == "O" and not strings:
         came = "None" if x is None else f"a {type(x).__name__}, which makes no such array"
         raise TypeError(f"{name} must be an array of numbers, got {came}")
-    if host.dtype.kind in "SUT":
+    if strings:
         cure = f"; turn strings into integers with np.unique({name}, return_inverse=True)[1]"
         cure = cure if name.endswith(("labels", "ids")) else ""
         raise TypeError(f"{name} must hold numbers, got strings ({host.dtype}){cure}")
@@ -40,6 +43,17 @@ def array(name: str, x: ArrayLike | Sequence[Any] | None) -> jax.Array:
                 "return_inverse=True)[1], or set jax.config.update('jax_enable_x64', True)"
             )
     return jnp.asarray(host)
+
+
+def _one_array(name: str, x: Sequence[Any]) -> None:
+    """Refuse what holds whole arrays: their rows could be put together in more than one way."""
+    if hasattr(x, "_fields"):
+        fields = " or ".join(f"{name}.{field}" for field in x._fields)
+        raise TypeError(f"{name} must be an array of numbers, got a {type(x).__name__}; did you mean {fields}?")
+    if any(getattr(part, "ndim", 0) > 1 for part in x):
+        together = f"jnp.stack({name}, axis=1) if each row has several, jnp.concatenate({name}) if these are more rows"
+        cure = "them one by one, ntxent_views(*views)" if name.startswith("views[") else together
+        raise TypeError(f"{name} must be one array, got a {type(x).__name__} of arrays; pass {cure}")
 
 
 def floating(name: str, x: ArrayLike) -> jax.Array:
@@ -72,7 +86,8 @@ def rows(name: str, x: ArrayLike, *shapes: str, ranks: tuple[int, ...] | None = 
 
 def _cure_of_rank(name: str, too_high: bool) -> str:
     if name.startswith("views["):
-        return "pass stacked views one by one, ntxent_views(*views)" if too_high else "did you mean temperature=...?"
+        one_by_one = "ntxent_views(*x), or ntxent_views(*jnp.unstack(x, axis=1)) if they are x[:, 0], x[:, 1], ..."
+        return f"pass stacked views one by one, {one_by_one}" if too_high else "did you mean temperature=...?"
     return f"put its rows on one axis, {name}.reshape(-1, d)" if too_high else f"one row is {name}[None]"
 
 
@@ -82,9 +97,10 @@ def any_rows(name: str, x: ArrayLike) -> jax.Array:
 
 
 def own_rows(name: str, x: jax.Array, n: int, rank: int) -> None:
-    """Rows of rank ``rank`` are some for each of the ``n`` queries."""
+    """Rows of rank ``rank`` are some for each of ``n`` anchors."""
     if x.ndim == rank and x.shape[0] != n:
-        raise ValueError(f"{name} of shape [n, k, d] must have n = {n} like the queries, got {list(x.shape)}")
+        cure = f"; turn them with {name}.swapaxes(0, 1)" if x.shape[1] == n else ""
+        raise ValueError(f"{name} of shape [n, k, d] must have n = {n}, some for each row, got {list(x.shape)}{cure}")
 
 
 def guides(name: str, x: ArrayLike, n: int) -> jax.Array:
@@ -220,6 +236,8 @@ def integers(name: str, x: ArrayLike, shape: Shape) -> jax.Array:
         result = result.astype(jnp.int32)  # An empty list has no dtype of its own.
     if result.ndim == len(shape) + 1:
         cure = f"{name}[..., 0]" if result.shape[-1] == 1 else f"{name}.argmax(-1) of one-hot rows"
+        if name == "labels" and jnp.issubdtype(result.dtype, jnp.floating):
+            cure += ", or call ntxent_views if these are rows of a second view"
         came = f"{name} must have shape {list(shape)}, one entry per row, got {list(result.shape)}"
         raise ValueError(f"{came}; pass {cure}")
     if not (jnp.issubdtype(result.dtype, jnp.integer) or result.dtype == jnp.bool_):

@@ -1,5 +1,7 @@
 """Losses of queries that choose among keys: InfoNCE and multiple negatives ranking."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax
@@ -259,10 +261,11 @@ def multiple_negatives_ranking_loss(
         https://arxiv.org/abs/1705.00652, section 4.4. Reimers and Gurevych, "Sentence-BERT", 2019,
         https://arxiv.org/abs/1908.10084, and the sentence-transformers library.
     """
-    rows, keys = checks.any_rows("anchors", anchors), checks.any_rows("positives", positives)
+    named = {"anchors": anchors, "positives": positives} | ({} if negatives is None else {"negatives": negatives})
+    rows, keys, *others = checks.same_rows(**{name: checks.any_rows(name, x) for name, x in named.items()})
     checks.equal_lengths(("anchors", "positives"), rows.shape[0], keys.shape[0])
-    if negatives is not None:
-        negatives, negative_where = _for_all(rows, checks.any_rows("negatives", negatives), negative_where, where)
+    if others:
+        negatives, negative_where = _for_all(rows, others[0], negative_where, where)
     one_way = partial(
         info_nce_loss,
         temperature=temperature,

@@ -225,7 +225,11 @@ def test_labels(loss):
     refused(lambda: loss(labels=IDS * 1.0), TypeError, "labels must be integers, got float", cure)
     refused(lambda: loss(labels=list("abcdefg")), TypeError, "labels must hold numbers, got strings (<U1); turn", cure)
     refused(lambda: loss(labels=np.array([b"a"] * N)), TypeError, "labels must hold numbers, got strings (|S1)", cure)
-    refused(lambda: loss(labels=np.eye(N, 3)), ValueError, "got [7, 3]", "labels.argmax(-1) of one-hot rows")
+    objects = np.array(list("abcdefg"), dtype=object)  # As pandas holds them.
+    refused(lambda: loss(labels=objects), TypeError, "labels must hold numbers, got strings (object); turn", cure)
+    one_hot = np.eye(N, 3, dtype=int)
+    refused(lambda: loss(labels=one_hot), ValueError, "got [7, 3]; pass labels.argmax(-1) of one-hot rows")
+    refused(lambda: loss(labels=ROWS), ValueError, "got [7, 5]; pass", "or call ntxent_views if these are rows of a")
     refused(lambda: loss(labels=IDS[:, None]), ValueError, "got [7, 1]", "pass labels[..., 0]")
     hashes = np.arange(N, dtype=np.int64) + 2**40
     for values in (hashes, hashes.tolist(), -hashes, hashes.astype(np.uint64)):
@@ -320,13 +324,26 @@ def test_negatives(loss):
     traced = jax.jit(lambda t: loss(negatives=t))
     refused(lambda: traced(0.1), ValueError, "negatives must have rank 2 or 3; did you mean temperature=...?")
     queue = nj.queue_init(3, D, dtype=np.float32)
-    refused(lambda: loss(negatives=queue), TypeError, "negatives must be an array of numbers, got a EmbeddingQueue")
+    refused(
+        lambda: loss(negatives=queue),
+        TypeError,
+        "negatives must be an array of numbers, got a EmbeddingQueue; did you mean negatives.embeddings or",
+    )
     refused(lambda: loss(negatives=ROWS[0]), ValueError, "negatives must have shape [", f", got [{D}]")
     refused(
         lambda: loss(negatives=OWN[:3]),
         ValueError,
-        f"negatives of shape [n, k, d] must have n = {N} like the queries, got [3, 2, {D}]",
+        f"negatives of shape [n, k, d] must have n = {N}, some for each row, got [3, 2, {D}]",
     )
+    columns = np.swapaxes(OWN, 0, 1)
+    refused(lambda: loss(negatives=columns), ValueError, "got [2, 7, 5]; turn them with negatives.swapaxes(0, 1)")
+    for several in (list(columns), tuple(columns), [jnp.asarray(x) for x in columns], [ROWS] * N):
+        refused(
+            lambda several=several: loss(negatives=several),
+            TypeError,
+            f"negatives must be one array, got a {type(several).__name__} of arrays; pass jnp.stack(negatives, axis=1) "
+            "if each row has several, jnp.concatenate(negatives) if these are more rows",
+        )
     refused(lambda: loss(negatives=OWN[:1]), ValueError, f"must have n = {N}", "got [1, 2, 5]")
     refused(lambda: loss(negatives=OWN[:, :, :3]), ValueError, "must have equally many features", "'negatives': 3")
     refused(lambda: loss(negatives=OWN.astype(int)), TypeError, "negatives must be floating")
@@ -395,6 +412,14 @@ def test_ranking_speaks_of_anchors_and_positives():
             ValueError,
             f"anchors and positives must have equally many rows, got {N} and {len(positives)}",
         )
+    for argument, name, rows in (("keys", "positives", ROWS[:, :3]), ("negatives", "negatives", OWN[:, :, :3])):
+        refused(
+            lambda argument=argument, rows=rows: loss(**{argument: rows}),
+            ValueError,
+            "anchors and positives",
+            "must have equally many features, got {'anchors': 5",
+            f"'{name}': 3",
+        )
 
 
 # Views, choices, pairs ----------------------------------------------------------------------------------------------
@@ -412,8 +437,12 @@ def test_views():
     refused(lambda: nj.ntxent_views(ROWS, ROWS[:, :1]), ValueError, "must all have the same shape [n, d]")
     refused(lambda: nj.ntxent_views(ROWS, ROWS, 0.1), ValueError, "views[2]", "did you mean temperature=0.1?")
     refused(lambda: nj.ntxent_views(ROWS, OWN), ValueError, "views[1] must have shape [n, d], got [7, 2, 5]")
-    for stacked in (np.stack([ROWS, ROWS]), [ROWS, ROWS]):
-        refused(lambda stacked=stacked: nj.ntxent_views(stacked), ValueError, "one by one, ntxent_views(*views)")
+    refused(
+        lambda: nj.ntxent_views(np.stack([ROWS, ROWS])),
+        ValueError,
+        "one by one, ntxent_views(*x), or ntxent_views(*jnp.unstack(x, axis=1)) if they are x[:, 0], x[:, 1], ...",
+    )
+    refused(lambda: nj.ntxent_views([ROWS, ROWS]), TypeError, "a list of arrays; pass them one by one, ntxent_views(*v")
     refused(lambda: nj.ntxent_views(ROWS, ROWS, np.ones(N)), ValueError, "views[2]", "did you mean temperature=...?")
 
 
