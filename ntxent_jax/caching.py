@@ -1,5 +1,7 @@
 """An encoder run block by block, so that a contrastive batch may be larger than its activations allow."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What a batch can teach: the smallest loss a model can reach, and statistics of the pairs of a batch."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import NamedTuple
 

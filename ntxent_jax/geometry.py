@@ -1,5 +1,7 @@
 """How embeddings lie on the unit sphere: are positives close to each other, and is the sphere covered evenly?"""
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

@@ -1,5 +1,7 @@
 """Losses of labelled rows: NT-Xent and supervised contrastive."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import jax

@@ -1,5 +1,7 @@
 """NT-Xent of given pairs, for those who know which rows belong together without labels."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax import lax

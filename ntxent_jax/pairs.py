@@ -4,6 +4,8 @@ A batch is described by short vectors - a label, an id, a flag for each row - an
 them for one block at a time. Two rules cover all losses: :func:`by_label` and :func:`by_position`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 

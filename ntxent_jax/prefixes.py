@@ -1,5 +1,7 @@
 """Embeddings that may be cut short: a loss over several prefixes of the features."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import operator

@@ -1,5 +1,7 @@
 """A queue of earlier embeddings, to choose among more candidates than one batch has rows."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

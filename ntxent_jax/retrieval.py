@@ -3,6 +3,8 @@
 Everything here is one visit of the ``[n, m]`` similarities, block by block, that keeps a few numbers of each query.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

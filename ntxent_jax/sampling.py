@@ -8,6 +8,8 @@ Every process computes the whole epoch from the same seed and keeps its own shar
 talking to each other.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
 

@@ -5,6 +5,8 @@ Each built-in similarity is two steps: ``prepare`` does once per row what concer
 need a point that all rows are measured from, their ``origin``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

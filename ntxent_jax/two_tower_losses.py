@@ -1,5 +1,7 @@
 """Losses of two encoders, such as one of images and one of texts: CLIP and SigLIP."""
 
+from __future__ import annotations
+
 import jax
 from jax.typing import ArrayLike
 

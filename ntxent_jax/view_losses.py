@@ -1,5 +1,7 @@
 """Losses of several views of the same items: SimCLR and Contrastive-Clustering."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

@@ -155,6 +155,7 @@ def test_arguments_are_explained(name: str, value: object) -> None:
     else:
         assert callable(value)
         arguments = list(inspect.signature(value).parameters)
+        assert "Union[" not in str(inspect.signature(value)), "help() shows what ArrayLike is made of"
     docstring = inspect.getdoc(value) or ""
     assert [argument for argument in arguments if f"\n    {argument}: " not in docstring.replace("*", "")] == []
 
