@@ -189,6 +189,8 @@ def ready(
     guide, of_candidates, guided = _ready_guides(batch.filter, similarity, where, candidate_members, devices)
     margin = None if batch.filter is None else batch.filter.margin.astype(dtype)
     bias, hardness, extras = jax.tree.map(lambda x: x.astype(dtype), (batch.bias, batch.hardness, batch.extras))
+    if bias is not None and candidate_members.where is not None:
+        bias = jnp.where(candidate_members.where, bias, 0)
     gathered = devices.gathered((candidate_rows, candidate_members, bias, of_candidates, guided))
     return (
         Anchors(anchor_rows, members, where, temperature, weights, batch.pair_where, plain, own, guide, only=positive),

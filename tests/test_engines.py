@@ -168,6 +168,16 @@ def test_streamed_where_one_side_is_much_longer(sizes):
     assert_close(streamed, whole, rtol=1e-6)
 
 
+def test_streamed_where_own_negatives_are_much_longer():
+    """The length of keys says nothing about them."""
+    queries, keys = np.float32(inputs.random_rows(2, 7, 3))
+    negatives = np.float32(300 * inputs.random_rows(7, 2, 3, seed=5))
+    options = {"temperature": 1.0, "similarity": nj.dot_product}
+    whole, streamed = (nj.info_nce_loss(queries, keys, negatives, block_size=b, **options) for b in (None, BLOCK))
+    assert 100 < whole < 1e4
+    assert_close(streamed, whole, rtol=1e-6)
+
+
 @pytest.mark.parametrize("loss", ["ntxent", "supcon_loss"])
 def test_several_positives_among_candidates_of_anchors_that_all_differ(loss):
     x, y = inputs.random_rows(2, 7, 3)

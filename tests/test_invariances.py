@@ -87,6 +87,52 @@ def test_order_of_queries_and_of_negatives(name):
         assert_close(case(nj, floats, data), value)
 
 
+def hidden_parts(case):
+    """What of a case's numbers belongs to rows that are not real."""
+    where = case.data["where"]
+    hidden = dict.fromkeys((*case.rows, "temperature", "weights", "key_bias"), ~where)
+    if "key_where" in case.data:
+        m = len(case.floats["keys"])
+        hidden["keys"] = hidden["key_bias"] = ~case.data["key_where"] | np.pad(~where, (0, m - N))
+    if "negative_where" in case.data:
+        flags = ~case.data["negative_where"]
+        hidden["negatives"] = flags | ~where[:, None] if flags.ndim == 2 else flags
+    if "candidate_where" in case.data:
+        hidden["candidates"] = ~case.data["candidate_where"]
+    return {key: hidden[key] for key in case.floats}
+
+
+@pytest.mark.parametrize("block_size", [None, BLOCK], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ntxent candidates",
+        "supcon out candidates",
+        "info_nce",
+        "info_nce own",
+        "info_nce shared",
+        "info_nce only own",
+        "ranking own",
+        "ranking shared",
+    ],
+)
+def test_what_is_hidden_may_hold_anything(name, block_size):
+    """Rows, biases, weights and temperatures of padding, of whatever kind: no number, no gradient."""
+    case, hidden = CASES[name], hidden_parts(CASES[name])
+    assert any(flags.any() for flags in hidden.values())
+    step = quick_jit(jax.value_and_grad(lambda floats: case(nj, floats, block_size=block_size)))
+    right, slopes = step(case.floats)
+    for filler in (0.3, np.inf, -np.inf, np.nan):
+        floats = {key: np.array(x, float) for key, x in case.floats.items()}
+        for key, x in floats.items():
+            x[hidden[key]] = filler
+        value, gradient = step(floats)
+        assert_close(value, right)
+        for key, slope in gradient.items():
+            assert_close(slope, slopes[key], name=key)
+            assert_zero(slope[hidden[key]])
+
+
 @streamed
 def test_a_padded_row_changes_nothing(block_size):
     """A row more with ``where=False``, whatever its label, id, weight and temperature, not even a number."""
