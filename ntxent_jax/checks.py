@@ -129,6 +129,19 @@ def equal_lengths(names: tuple[str, str], n: int, m: int) -> None:
         raise ValueError(f"{names[0]} and {names[1]} must have equally many rows, got {n} and {m}")
 
 
+def equal_shapes(**named: jax.Array) -> None:
+    """Two arrays whose rows belong together."""
+    if len({x.shape for x in named.values()}) > 1:
+        shapes = " and ".join(str(list(x.shape)) for x in named.values())
+        raise ValueError(f"{' and '.join(named)} must have the same shape, got {shapes}")
+
+
+def some_views(name: str, x: jax.Array) -> None:
+    """Rows ``[n, d]``, or ``[n, views, d]`` of at least one view."""
+    if 0 in x.shape[1:]:
+        raise ValueError(f"{name} must have at least one view of each item, got shape {list(x.shape)}")
+
+
 def views(shapes: Sequence[Shape]) -> None:
     """Two or more views of the same items."""
     if len(shapes) < 2:
@@ -140,7 +153,7 @@ def views(shapes: Sequence[Shape]) -> None:
 def prior_alone(class_prior: ArrayLike, hardness: ArrayLike, label_smoothing: ArrayLike, cosine: bool) -> None:
     """A class prior bounds the negatives by a cosine, so the logits must be cosines."""
     named = {"class_prior": class_prior, "hardness": hardness, "label_smoothing": label_smoothing}
-    given = [name for name, x in named.items() if not (isinstance(x, (int, float, np.generic)) and x == 0)]
+    given = [name for name, x in named.items() if not is_zero(x)]
     if "class_prior" in given and (len(given) > 1 or not cosine):
         came = " and ".join(given[1:]) or "another similarity"
         raise ValueError(f"class_prior is defined for plain cosine_similarity, got it with {came}; leave one out")
@@ -158,8 +171,7 @@ def something_to_choose(negatives: object, guide_keys: object) -> None:
 
 def scalar(name: str, x: ArrayLike | None) -> jax.Array | None:
     """A real number, or None."""
-    result = numbers(name, x, (), (1,))
-    return None if result is None else result.reshape(())
+    return None if x is None else one_number(name, x)
 
 
 def whole_number(name: str, x: object, least: int = 1, most: int | None = None) -> int:
@@ -181,25 +193,27 @@ def positive_number(name: str, x: ArrayLike) -> jax.Array:
 
 def one_number(name: str, x: ArrayLike) -> jax.Array:
     """A scalar."""
-    return number(name, x, (), (1,)).reshape(())
+    result = real(name, x)
+    if result.shape not in ((), (1,)):
+        raise ValueError(f"{name} must be a single number, got shape {list(result.shape)}")
+    return result.reshape(())
 
 
 def within(name: str, x: ArrayLike, low: float, high: float = float("inf")) -> None:
     """Numbers known on the host must lie from ``low`` to ``high``."""
-    if isinstance(x, (int, float, np.ndarray, np.generic)):
-        values = np.asarray(x)
-        if not np.all((values >= low) & (values <= high)):
-            limits = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-            raise ValueError(f"{name} must be {limits}, got {x}")
+    values = known(x)
+    if values is not None and not np.all((values >= low) & (values <= high)):
+        limits = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be {limits}, got {x}")
 
 
 def option(name: str, x: ArrayLike, low: float, high: float) -> jax.Array | None:
     """A number in ``[low, high)``, NaN if it is traced and not; None if it is known on the host to be 0."""
-    if isinstance(x, (int, float, np.generic)):
-        if not low <= x < high:
-            raise ValueError(f"{name} must be at least {low:g} and below {high:g}, got {x}")
-        if x == 0:
-            return None
+    values = known(x)
+    if values is not None and not np.all((values >= low) & (values < high)):
+        raise ValueError(f"{name} must be at least {low:g} and below {high:g}, got {x}")
+    if is_zero(x):
+        return None
     result = one_number(name, x)
     return jnp.where((result >= low) & (result < high), result, jnp.nan)
 
@@ -273,26 +287,44 @@ def mask(name: str, x: ArrayLike | None, shape: Shape, *, each: str = "row") -> 
 
 def numbers(name: str, x: ArrayLike | None, *shapes: Shape, each: str = "row") -> jax.Array | None:
     """Real numbers of one of ``shapes``, or None."""
+    return None if x is None else shaped(name, real(name, x), *shapes, each=each)
+
+
+def real(name: str, x: ArrayLike) -> jax.Array:
+    """Real numbers of any shape."""
     if x is None:
-        return None
+        raise TypeError(f"{name} must be a number, got None")
     result = array(name, x)
     if not (jnp.issubdtype(result.dtype, jnp.floating) or jnp.issubdtype(result.dtype, jnp.integer)):
         raise TypeError(f"{name} must hold real numbers, got {result.dtype}")
-    return shaped(name, result, *shapes, each=each)
-
-
-def number(name: str, x: ArrayLike, *shapes: Shape, each: str = "row") -> jax.Array:
-    """Real numbers of one of ``shapes``."""
-    result = numbers(name, x, *shapes, each=each)
-    if result is None:
-        raise TypeError(f"{name} must be a number, got None")
     return result
+
+
+def known(x: object) -> np.ndarray[Any, np.dtype[Any]] | None:
+    """The numbers of ``x`` if they are known beforehand; those of a JAX array are not looked at."""
+    if isinstance(x, (list, tuple)):
+        host = not any(isinstance(part, jax.Array) for part in jax.tree.leaves(x))
+    else:
+        host = isinstance(x, (int, float, np.ndarray, np.generic))
+    if not host:
+        return None
+    try:
+        values = np.asarray(x)
+    except ValueError:  # Parts of different shapes, refused where the array is made.
+        return None
+    return values if values.dtype.kind in "biuf" else None
+
+
+def is_zero(x: object) -> bool:
+    """Whether a number is known beforehand to be 0."""
+    values = known(x)
+    return values is not None and values.size == 1 and not values.any()
 
 
 def positive(name: str, x: ArrayLike) -> None:
     """Numbers known on the host must be > 0."""
-    host = np.asarray(x) if isinstance(x, (int, float, np.ndarray, np.generic)) else np.ones(())
-    if host.dtype.kind in "biuf" and not np.all(host > 0):
+    values = known(x)
+    if values is not None and not np.all(values > 0):
         cure = "; it divides the similarities (0.07 and 0.5 are usual)" if name == "temperature" else ""
         raise ValueError(f"{name} must be > 0, got {x}{cure}")
 
@@ -304,9 +336,9 @@ def temperature(x: ArrayLike, n: int, where: ArrayLike | None = None, each: str 
     """
     if where is None or np.ndim(x) == 0:
         positive("temperature", x)
-    elif isinstance(x, np.ndarray) and isinstance(where, np.ndarray) and x.shape == where.shape:
-        positive("temperature", x[where])
-    result = number("temperature", x, (), (1,), (n,), each=each)
+    elif (values := known(x)) is not None and (flags := known(where)) is not None and values.shape == flags.shape:
+        positive("temperature", values[flags.astype(bool)])
+    result = shaped("temperature", real("temperature", x), (), (1,), (n,), each=each)
     return result.reshape(()) if result.size == 1 else result
 
 
@@ -335,8 +367,15 @@ def vector_shape(name: str, x: ArrayLike) -> Shape:
 
 def choice(name: str, value: object, choices: Sequence[str]) -> None:
     """A closed choice."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def yes_or_no(**named: object) -> None:
+    """Choices known beforehand."""
+    for name, value in named.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False, known beforehand, got {value!r}")
 
 
 def options(reduction: object, similarity: object, block_size: object, precision: object) -> None:

@@ -101,6 +101,8 @@ def devices_along(axis_name: AxisName | None, gather: Gather = "all") -> Devices
                 f"gather={gather!r} given without axis_name; pass axis_name inside jax.shard_map, or leave gather out"
             )
         return ALONE
+    if not isinstance(axis_name, Sequence):
+        raise TypeError(f"axis_name must be the name of an axis, or several names, got {axis_name!r}")
     axis = axis_name if isinstance(axis_name, str) else tuple(axis_name)
     try:
         lax.axis_index(axis)

@@ -48,7 +48,8 @@ def loss_floor(
             ``-1 / (N - 1)``, the corners of a simplex.
 
     Returns:
-        Loss in nats, float32 (float64 for float64 arguments), shape of the arguments broadcast together.
+        Loss in nats, float32 (float64 for float64 arguments), shape of the arguments broadcast together. NaN where a
+        traced argument is out of its range.
 
     Raises:
         ValueError: An argument is known beforehand and out of its range.
@@ -75,7 +76,8 @@ def loss_floor(
         checks.array("lowest_similarity", lowest_similarity),
     ]
     k, t, p, lowest = (x.astype(compute_dtype(*arguments)) for x in arguments)
-    return jnp.log1p((p - 1) + k * jnp.exp((lowest - 1) / t))
+    possible = (k >= 0) & (t > 0) & (p >= 0) & (jnp.abs(lowest) <= 1)
+    return jnp.where(possible, jnp.log1p((p - 1) + k * jnp.exp((lowest - 1) / t)), jnp.nan)
 
 
 class BatchStatistics(NamedTuple):

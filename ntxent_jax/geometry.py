@@ -46,7 +46,7 @@ def alignment(
 
     Raises:
         TypeError: An array is not floating, or ``where`` is not boolean.
-        ValueError: A shape is wrong, or ``exponent`` is known beforehand and not > 0.
+        ValueError: A shape is wrong, or ``exponent`` is known beforehand and not > 0; a traced one gives NaN.
 
     Example:
         >>> import jax.numpy as jnp
@@ -61,7 +61,7 @@ def alignment(
     """
     a = checks.rows("view_a", view_a, "[n, d]")
     b = checks.rows("view_b", view_b, "[n, d]")
-    checks.views([a.shape, b.shape])
+    checks.equal_shapes(view_a=a, view_b=b)
     a, b = checks.same_rows(view_a=a, view_b=b)
     real = checks.mask("where", where, a.shape[:1])
     real = jnp.ones(a.shape[0], jnp.bool_) if real is None else real
@@ -96,7 +96,7 @@ def uniformity(embeddings: ArrayLike, *, t: ArrayLike = 2, where: ArrayLike | No
 
     Raises:
         TypeError: ``embeddings`` is not floating, or ``where`` is not boolean.
-        ValueError: A shape is wrong, or ``t`` is known beforehand and not > 0.
+        ValueError: A shape is wrong, or ``t`` is known beforehand and not > 0; a traced one gives NaN.
 
     Example:
         >>> import jax.numpy as jnp
@@ -118,10 +118,11 @@ def uniformity(embeddings: ArrayLike, *, t: ArrayLike = 2, where: ArrayLike | No
     """
     rows = checks.rows("embeddings", embeddings, "[n, d]")
     n = rows.shape[0]
-    sharpness = checks.positive_number("t", t)
+    sharpness = checks.positive_number("t", t).astype(compute_dtype(rows))
     # Every row is alone with its label, so all others are its negatives.
     members = Members(jnp.arange(n), checks.mask("where", where, (n,)), jnp.arange(n))
-    result: jax.Array = _uniformity(Batch(rows, members, 1 / sharpness.astype(compute_dtype(rows))), None)
+    temperature = 1 / jnp.where(sharpness > 0, sharpness, jnp.nan)
+    result: jax.Array = _uniformity(Batch(rows, members, temperature), None)
     return result
 
 
@@ -158,4 +159,5 @@ def _alignment(a: jax.Array, b: jax.Array, exponent: jax.Array | None, where: ja
         # Compiled, scaled copies of equal rows may differ in the last bit. NaN must stay NaN.
         apart = (differ & (powers != 0)) | jnp.isnan(powers)
         powers = jnp.where(apart, jnp.power(jnp.where(apart, powers, 1), exponent.astype(dtype) / 2), 0)
-    return divide_or_zero(jnp.sum(jnp.where(where, powers, 0)), jnp.sum(where).astype(dtype))
+    mean = divide_or_zero(jnp.sum(jnp.where(where, powers, 0)), jnp.sum(where).astype(dtype))
+    return mean if exponent is None else jnp.where(exponent > 0, mean, jnp.nan)

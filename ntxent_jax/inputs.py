@@ -35,6 +35,7 @@ def labelled_batch(
 ) -> Batch:
     """Rows whose labels say which belong together."""
     anchors, others = checks.rows("embeddings", embeddings, "[n, d]", "[n, views, d]"), None
+    checks.some_views("embeddings", anchors)
     checks.together(candidates=candidates, candidate_labels=candidate_labels)
     if candidates is not None:
         others = checks.rows("candidates", candidates, "[m, d]")
@@ -180,13 +181,17 @@ def with_spare_columns(batch: Batch, similarity: Similarity, devices: Devices) -
 
 
 def with_filter(
-    batch: Batch, margin: ArrayLike | None, guide_queries: ArrayLike | None, guide_keys: ArrayLike | None
+    batch: Batch,
+    margin: ArrayLike | None,
+    relative_margin: bool,
+    guide_queries: ArrayLike | None,
+    guide_keys: ArrayLike | None,
 ) -> Batch:
     """Leave out negatives that are closer than the positive, less a margin."""
     checks.together(guide_queries=guide_queries, guide_keys=guide_keys)
     value = checks.scalar("margin", margin)
     if value is None:
-        checks.only_with("margin", guide_queries=guide_queries)
+        checks.only_with("margin", guide_queries=guide_queries, relative_margin=relative_margin or None)
         return batch
     if guide_queries is None or guide_keys is None:
         return batch._replace(filter=Filter(value))

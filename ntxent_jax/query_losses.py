@@ -149,6 +149,7 @@ def info_nce_loss(
         Learning", 2020, https://arxiv.org/abs/2007.00224, eq. 8. ``margin``: Solatorio, "GISTEmbed", 2024,
         https://arxiv.org/abs/2402.16829.
     """
+    checks.yes_or_no(in_batch=in_batch, relative_margin=relative_margin)
     checks.prior_alone(class_prior, hardness, label_smoothing, similarity is cosine_similarity)
     devices = devices_along(axis_name, gather)
     batch = query_batch(
@@ -165,7 +166,7 @@ def info_nce_loss(
         similarity=similarity,
         devices=devices,
     )
-    batch = with_filter(batch, margin, guide_queries, guide_keys)
+    batch = with_filter(batch, margin, relative_margin, guide_queries, guide_keys)
     batch = with_extras(batch, label_smoothing=label_smoothing, class_prior=class_prior, hardness=hardness)
     if not in_batch:
         checks.something_to_choose(negatives, guide_keys)
@@ -261,6 +262,7 @@ def multiple_negatives_ranking_loss(
         https://arxiv.org/abs/1705.00652, section 4.4. Reimers and Gurevych, "Sentence-BERT", 2019,
         https://arxiv.org/abs/1908.10084, and the sentence-transformers library.
     """
+    checks.yes_or_no(symmetric=symmetric)
     named = {"anchors": anchors, "positives": positives} | ({} if negatives is None else {"negatives": negatives})
     rows, keys, *others = checks.same_rows(**{name: checks.any_rows(name, x) for name, x in named.items()})
     checks.equal_lengths(("anchors", "positives"), rows.shape[0], keys.shape[0])

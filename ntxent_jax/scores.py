@@ -105,7 +105,8 @@ def _filtered(
     right = jnp.sum(jnp.where(masks.positive, guide, 0), axis=1) if own.right is None else own.right
     right = right[:, None]
     threshold = right - (jnp.abs(right) * margin if options.relative_margin else margin)
-    unjudged = jnp.isnan(guide) | jnp.isnan(right)  # A guide's NaN is passed on, not taken for a verdict.
+    # NaN is passed on, not taken for a verdict.
+    unjudged = jnp.isnan(guide) | jnp.isnan(right) | jnp.isnan(margin)
     return jnp.where(unjudged, jnp.nan, similarities), PairMasks(masks.positive, masks.negative & ~(guide > threshold))
 
 

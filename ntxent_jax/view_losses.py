@@ -212,12 +212,15 @@ def cluster_loss(
     views = [
         checks.rows(f"assignments_{side}", x, "[n, k]") for side, x in (("a", assignments_a), ("b", assignments_b))
     ]
-    checks.views([view.shape for view in views])
-    real = checks.mask("where", where, views[0].shape[:1])
-    views = [view if real is None else jnp.where(real[:, None], view, 0) for view in views]
+    checks.equal_shapes(**{f"assignments_{side}": view for side, view in zip("ab", views, strict=True)})
+    n = views[0].shape[0]
+    real = checks.mask("where", where, (n,))
+    real = jnp.ones(n, jnp.bool_) if real is None else real
+    # A row of zeros adds nothing, and columns must have a length.
+    views = [jnp.pad(jnp.where(real[:, None], view, 0), ((0, n == 0), (0, 0))) for view in views]
     loss = ntxent_views(*(view.T for view in views), temperature=checks.positive_number("temperature", temperature))
     loss += sum(_missing_entropy(view.astype(loss.dtype)) for view in views)
-    return loss if real is None else jnp.where(jnp.any(real), loss, 0)
+    return jnp.where(jnp.any(real), loss, 0)
 
 
 def _missing_entropy(assignments: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ def test_the_right_calls_are_right():
 
 @each_loss
 def test_reduction(loss):
-    for value in ("average", "Mean", "", None, 0, ["mean"]):
+    for value in ("average", "Mean", "", None, 0, ["mean"], np.array(["mean", "sum"])):
         refused(
             lambda value=value: loss(reduction=value),
             ValueError,
@@ -113,7 +113,7 @@ def test_result_of_a_similarity(loss, block_size):
 @each_loss
 @pytest.mark.parametrize(
     "temperature",
-    [0, 0.0, -0.0, -0.5, float("nan"), -float("inf"), np.float32(-1), np.array(0.0), np.full(N, -1.0)],
+    [0, 0.0, -0.0, -0.5, float("nan"), -float("inf"), np.float32(-1), np.array(0.0), np.full(N, -1.0), [-0.5]],
     ids=repr,
 )
 def test_temperature_known_beforehand(loss, temperature):
@@ -126,6 +126,9 @@ def test_temperature_known_beforehand(loss, temperature):
 
 def test_one_bad_temperature_of_many():
     refused(lambda: nj.ntxent(ROWS, IDS, np.array([1, 1, 0, 1, 1, 1, 1.0])), ValueError, "temperature must be > 0")
+    refused(lambda: nj.ntxent(ROWS, IDS, [1, 1, 0, 1, 1, 1, 1.0]), ValueError, "temperature must be > 0")
+    refused(lambda: nj.loss_floor(3, [0.5, -0.5]), ValueError, "temperature must be > 0, got [0.5, -0.5]")
+    refused(lambda: nj.loss_floor([3, -1], 0.5), ValueError, "num_negatives must be at least 0, got [3, -1]")
     refused(lambda: nj.loss_floor(3, 0), ValueError, "temperature must be > 0, got 0")
     refused(lambda: nj.loss_floor(3, float("nan")), ValueError, "temperature must be > 0, got nan")
     refused(lambda: nj.loss_floor(-1, 0.5), ValueError, "num_negatives must be at least 0, got -1")
@@ -214,6 +217,11 @@ def test_rank_of_rows(loss):
     refused(lambda: loss(rows=ROWS.reshape(N, 1, 1, D)), ValueError, "must have shape [", f", got [{N}, 1, 1, {D}]")
     refused(lambda: loss(rows=0.1), ValueError, "must have rank 2", "; did you mean temperature=0.1?")
     refused(lambda: loss(rows=ROWS[:, :0]), ValueError, f"must have at least one feature, got shape [{N}, 0]")
+
+
+@each_labelled
+def test_items_have_views(loss):
+    refused(lambda: loss(rows=np.ones((N, 0, D))), ValueError, "embeddings must have at least one view of each item")
 
 
 # Labels and ids -----------------------------------------------------------------------------------------------------
@@ -373,10 +381,17 @@ def test_keys(loss):
             f"key_bias must have shape [{N}], one entry per row, got {list(shape)}",
         )
     refused(lambda: loss(key_bias=FLAGS), TypeError, "key_bias must hold real numbers, got bool")
+    for answer in ("no", 1, None, np.array([True]), jnp.asarray(True)):
+        refused(
+            lambda answer=answer: loss(margin=0.1, relative_margin=answer),
+            TypeError,
+            f"relative_margin must be True or False, known beforehand, got {answer!r}",
+        )
 
 
 def test_info_nce():
     loss = LOSSES["info_nce"]
+    refused(lambda: loss(in_batch="no"), TypeError, "in_batch must be True or False, known beforehand, got 'no'")
     refused(lambda: loss(in_batch=False), ValueError, "in_batch=False leaves no negatives; pass negatives of shape")
     more = np.ones((N + 2, D), np.float32)
     refused(
@@ -405,6 +420,7 @@ def test_info_nce():
 
 def test_ranking_speaks_of_anchors_and_positives():
     loss = LOSSES["ranking"]
+    refused(lambda: loss(symmetric="no"), TypeError, "symmetric must be True or False, known beforehand, got 'no'")
     refused(lambda: loss(rows=ROWS[0]), ValueError, "anchors must have shape [n, ", f"got [{D}]")
     for positives in (ROWS[:3], np.concatenate([ROWS, ROWS])):
         refused(

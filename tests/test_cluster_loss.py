@@ -119,6 +119,11 @@ def test_dtypes_and_bad_rows(dtype):
     assert_nan(step(a, b, -0.5)[0])
 
 
+def test_no_row():
+    value, gradients = step_of()(jnp.zeros((0, K)), jnp.zeros((0, K)), 0.5)
+    assert_zero(value, gradients[2])
+
+
 def test_all_padded_has_no_gradient():
     value, gradients = step_of(np.zeros(N, bool))(jnp.float32(C_I), jnp.full((N, K), jnp.nan), 0.5)
     assert_finite(value)
@@ -128,7 +133,11 @@ def test_all_padded_has_no_gradient():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: nj.cluster_loss(C_I, C_J[:, :3]), ValueError, "shape"),
+        (
+            lambda: nj.cluster_loss(C_I, C_J[:, :3]),
+            ValueError,
+            "assignments_a and assignments_b must have the same shape",
+        ),
         (lambda: nj.cluster_loss(C_I[:5], C_J), ValueError, "shape"),
         (lambda: nj.cluster_loss(C_I, C_J, 0.0), ValueError, "temperature"),
         (lambda: nj.cluster_loss(C_I, C_J, np.ones(K)), ValueError, "temperature"),

@@ -304,6 +304,8 @@ def test_axis_name_must_be_an_axis(loss, axis_name):
         loss(axis_name=axis_name)
     with pytest.raises(ValueError, match=r"axis_name=.* is not an axis here"):
         jax.jit(lambda: loss(axis_name=axis_name))()
+    with pytest.raises(TypeError, match="axis_name must be the name of an axis, or several names, got 3"):
+        loss(axis_name=3)
 
 
 def test_statistics_need_an_axis():

@@ -755,3 +755,6 @@ def test_loss_floor():
     corners = np.eye(4) - 0.25
     reached = nj.ntxent_views(*np.float32([corners, corners]), temperature=0.5)
     assert_close(nj.loss_floor(6, 0.5, lowest_similarity=-1 / 3), reached, rtol=1e-5)
+    for traced in ((-1, 0.5), (3, 0.0), (3, -0.5), (3, 0.5, -1), (3, 0.5, 1, -1.5), (3, 0.5, 1, 1.5)):
+        floor = jax.jit(lambda k, t, p=1, low=-1.0: nj.loss_floor(k, t, num_positives=p, lowest_similarity=low))
+        assert_nan(floor(*traced))

@@ -189,17 +189,24 @@ def test_new_values_do_not_compile_again():
     assert geometry._uniformity._cache_size() == 1
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan])
+def test_traced_numbers_that_are_not_positive_give_nan(bad):
+    assert_nan(jax.jit(lambda exponent: alignment(A, B, exponent=exponent))(bad))
+    assert_nan(jax.jit(lambda t: uniformity(X, t=t))(bad))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: uniformity(X[0]), ValueError, r"embeddings must have shape \[n, d\]"),
         (lambda: uniformity(np.ones((3, 2), int)), TypeError, "embeddings must be floating"),
         (lambda: uniformity(X, t=0.0), ValueError, "t must be > 0, got 0.0"),
-        (lambda: uniformity(X, t=np.ones(6)), ValueError, r"t must have shape \[\]"),
+        (lambda: uniformity(X, t=np.ones(6)), ValueError, r"t must be a single number, got shape \[6\]"),
+        (lambda: uniformity(X, t=[-1.0]), ValueError, r"t must be > 0, got \[-1.0\]"),
         (lambda: uniformity(X, where=np.ones(6)), TypeError, "where must be boolean"),
         (lambda: uniformity(X, where=np.ones(1, bool)), ValueError, r"where must have shape \[6\]"),
-        (lambda: alignment(A, X), ValueError, r"same shape \[n, d\], got \[\[3, 3\], \[6, 3\]\]"),
-        (lambda: alignment(A, B[:1]), ValueError, "views must all have the same shape"),
+        (lambda: alignment(A, X), ValueError, r"view_a and view_b must have the same shape, got \[3, 3\] and \[6, 3\]"),
+        (lambda: alignment(A, B[:1]), ValueError, "must have the same shape"),
         (lambda: alignment(A, B, exponent=-1), ValueError, "exponent must be > 0, got -1"),
         (lambda: alignment(A, B, where=[True]), ValueError, r"where must have shape \[3\]"),
     ],

@@ -291,7 +291,12 @@ def test_a_schedule_may_pass_through_0(option):
 
 @pytest.mark.parametrize(
     ("option", "values"),
-    [("label_smoothing", (-0.1, 1.0)), ("class_prior", (-0.1, 1.0)), ("hardness", (-0.1, np.inf))],
+    [
+        ("label_smoothing", (-0.1, 1.0)),
+        ("class_prior", (-0.1, 1.0)),
+        ("hardness", (-0.1, np.inf)),
+        ("margin", (np.nan,)),
+    ],
 )
 def test_a_traced_option_out_of_range_is_nan(option, values):
     queries, keys = np.float32(inputs.random_rows(2, N, 3, seed=54))
@@ -325,8 +330,11 @@ QUERIES, KEYS, OWN = inputs.random_rows(N, 3), inputs.random_rows(N, 3, seed=1),
         ({"class_prior": -0.1}, "class_prior must be at least 0 and below 1"),
         ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1"),
         ({"hardness": -1.0}, "hardness must be at least 0"),
-        ({"hardness": np.ones(N)}, "hardness"),
-        ({"margin": np.ones(N)}, "margin"),
+        ({"label_smoothing": [1.5]}, "label_smoothing must be at least 0 and below 1"),
+        ({"hardness": np.array(-1.0)}, "hardness must be at least 0"),
+        ({"hardness": np.ones(N)}, r"hardness must be a single number, got shape \[7\]"),
+        ({"margin": np.ones(N)}, r"margin must be a single number, got shape \[7\]"),
+        ({"relative_margin": True}, "relative_margin given without margin"),
         ({"margin": 0.1, "guide_queries": QUERIES}, "guide_queries given without guide_keys"),
         ({"margin": 0.1, "guide_keys": KEYS}, "guide_keys given without guide_queries"),
         ({"guide_queries": QUERIES, "guide_keys": KEYS}, "without margin"),
