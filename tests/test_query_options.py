@@ -225,6 +225,15 @@ def test_infinity_in_a_real_row_of_a_guide_is_no_verdict(side):
     assert_nan(nj.info_nce_loss(queries, keys, margin=0.1, similarity=nj.dot_product, **guides))
 
 
+@streamed
+def test_nan_in_a_guide_of_a_key_that_is_only_a_negative(block_size):
+    queries, keys = (np.float32(inputs.random_rows(n, 3, seed=60 + n)) for n in (N, N + 1))
+    guides = {"guide_queries": queries, "guide_keys": keys.copy()}
+    guides["guide_keys"][N, 1] = np.nan
+    rows = nj.info_nce_loss(queries, keys, margin=0.1, reduction="none", block_size=block_size, **guides)
+    assert_nan(rows)
+
+
 @in_float64
 @streamed
 def test_a_negative_as_close_as_the_positive_stays_at_margin_0(block_size):
