@@ -30,6 +30,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_every_rival_agrees(written: Path) -> None:
     rows = json.loads((written / "results.json").read_text(encoding="utf-8"))["rows"]
     found = [(row["loss"], row["rival"], row["agrees"], row["note"]) for row in rows]

@@ -61,17 +61,20 @@ def test_same_as_one_device(name, eight_devices):
         assert_same(found, tolerance_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OTHERS)
 def test_every_map(way, eight_devices):
     name = ("ntxent", "two views none")[OTHERS.index(way) % 2]
     assert_same(eight_devices("compared", name, [(*way, "all")])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), list(zip(["info_nce", "clip", "clip", "info_nce"], OTHERS[-4:], strict=True)))
 def test_rings_of_other_maps(name, way, eight_devices):
     assert_same(eight_devices("compared", name, [(*way, "ring")])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices"), [("info_nce", 1), ("clip", 1), ("two views", 2), ("info_nce", 2), ("clip", 2)]
 )
@@ -80,6 +83,7 @@ def test_small_rings(name, devices, eight_devices):
     assert_same(eight_devices("compared", name, [("checked", False, BLOCK, "ring", devices)])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("loss", "gather"), [("ntxent_views", "ring"), ("info_nce_loss", "ring"), ("clip_loss", "all")]

@@ -91,6 +91,7 @@ def test_multi_device_with_small_settings() -> None:
     assert_as_on_one_device(text, 2)
 
 
+@pytest.mark.slow
 def test_multi_device_in_two_processes() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -37,6 +37,7 @@ def test_every_way(name, kind, block_size, how, eight_devices):
     assert_same(eight_devices("on_mesh", name, kind, block_size, how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "gather"), KINDS[:-1])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_memory_of_a_large_batch(name, kind, gather, eight_devices):

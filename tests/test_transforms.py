@@ -112,6 +112,7 @@ def test_checkpoint(block_size):
     assert_close(saved(np.eye(3)), plain(np.eye(3)))
 
 
+@pytest.mark.slow
 @in_float64
 @streamed
 def test_grad_inside_vmap_inside_jit(block_size):

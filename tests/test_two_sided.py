@@ -100,6 +100,7 @@ def test_any_block(name, one_level):
         assert_same(rows, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ntxent", "supcon in", "two views", "clip"])
 def test_in_parts(name, one_level, monkeypatch):
     """A block meets the others a few at a time; the last part may have nothing left to meet."""
@@ -146,6 +147,7 @@ def test_range_of_float32(name, temperature, one_level):
         assert_close(gradient[name], slopes[name], rtol=1e-3, atol=1e-4 * np.abs(slopes[name]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "second"),
     [
