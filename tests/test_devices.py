@@ -144,6 +144,7 @@ def test_gradient_of_own_rows_inside(name, map_, times, gather, eight_devices):
     assert_close(found["length"] + 1, times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gather"), [*((name, "all") for name in STEPS), ("gradient cache", "ring"), ("descent", "ring")]
 )
@@ -250,6 +251,7 @@ def test_foreign_keys_without_gradient_are_seen(name, way, eight_devices):
         assert_same(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "name"),
     [("never home", "two views"), *[("wrong neighbour", name) for name in ("two views", "clip", "info_nce")]],

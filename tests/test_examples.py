@@ -84,6 +84,7 @@ def assert_as_on_one_device(text: str, steps: int) -> None:
     assert float(shared) < float(whole), text
 
 
+@pytest.mark.slow
 def test_multi_device_with_small_settings() -> None:
     settings = ["--devices", "4", "--steps", "2", "--batch-size", "32", "--gather", "ring"]
     text = run(ROOT / "examples/multi_device.py", *settings)

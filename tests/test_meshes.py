@@ -48,6 +48,7 @@ def test_memory_of_a_large_batch(name, kind, gather, eight_devices):
     assert found["exchanged"] <= 2 * n * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["views", "clip"])
 def test_a_ring_holds_no_scores_but_a_tile(name, eight_devices):
     """Of 65,536 rows each device has 8,192; their scores would take 268 MB, and two sets of 32 features 2 MB."""
@@ -58,6 +59,7 @@ def test_a_ring_holds_no_scores_but_a_tile(name, eight_devices):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "gather"),
     [("labels", *KINDS[0]), ("clip", *KINDS[1]), ("queries", *KINDS[2])],
